@@ -1,0 +1,53 @@
+# `make help` lists the targets. PYTHON is the interpreter that makes the virtual environment and that gpu-check uses as it is.
+PYTHON ?= python3
+VENV   ?= .venv
+IN     := $(VENV)/bin/python
+SET_UP := $(VENV)/.set-up
+
+# A pipeline fails when any part of it does.
+SHELL         := bash
+.SHELLFLAGS   := -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench gpu-check clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: $(SET_UP) ## Make .venv, install everything into it, build the host library; quick when nothing changed
+	@$(IN) pynccl/host/build.py
+
+$(SET_UP): setup.cfg setup.py pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(IN) -m pip install --quiet --disable-pip-version-check --editable '.[cuda12,demo,dev,test]'
+	@touch $@
+
+demo: setup ## Show it: collectives between processes and a small training, results in build/demo
+	$(IN) -m examples.demo
+
+test: setup ## Run all tests that need no GPU, with the C-level stress under sanitizers
+	$(IN) -m pytest
+
+lint: setup ## Check formatting, lint, types, and the C sources with warnings as errors
+	$(IN) -m ruff format --check .
+	$(IN) -m ruff check .
+	$(IN) -m mypy
+	$(IN) pynccl/host/build.py --werror --out build/lint/lib --objects build/lint
+
+bench: setup ## Sweep all_reduce over sizes on 2 ranks, results in build/bench
+	@mkdir -p build/bench
+	$(IN) -m bench.all_reduce_perf -b 8 -e 64M -f 2 -g 2 -J build/bench/all_reduce.json | tee build/bench/all_reduce.txt
+
+# Installs nothing and needs no network: whatever CuPy and libnccl $(PYTHON) has. New NCCLs refuse two ranks on one GPU
+# unless told otherwise.
+gpu-check: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+gpu-check: export NCCL_MULTI_RANK_GPU_ENABLE := 1
+gpu-check: ## On a GPU machine, with PYTHON as it is: the tests marked gpu, then a sweep on its libnccl
+	$(PYTHON) -m pynccl.host.build
+	$(PYTHON) -m pynccl
+	$(PYTHON) -m pytest -m gpu
+	PYNCCL_LIBRARY=nccl $(PYTHON) -m bench.all_reduce_perf -b 8 -e 64M -f 8 -g 2
+	PYNCCL_LIBRARY=nccl $(PYTHON) -m bench.all_reduce_perf -b 8 -e 64M -f 8 -g 4
+
+clean: ## Remove everything that the other targets made, .venv included
+	rm -rf $(VENV) build dist pynccl/host/lib *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
