@@ -30,7 +30,7 @@ class BuildWithHostLibrary(build_py):
 
 class PlatformWheel(bdist_wheel):
     def get_tag(self):
-        """Any Python 3, this platform: the libraries are reached by ctypes, so they depend on no Python ABI."""
+        """Any Python 3, this platform: ctypes reaches the libraries, so they depend on no Python ABI."""
         return "py3", "none", super().get_tag()[2]
 
 

@@ -1,4 +1,4 @@
-"""Where the host library's two files are. Building them is `build.py`'s business; loading one is `pynccl.abi`'s."""
+"""Where the host library's two files are. `build.py` makes them; `pynccl.abi` loads the first."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def library_path() -> Path:
 def preload_path() -> Path:
     """Absolute path of the same library as `libnccl.so.2`, for `LD_PRELOAD` under another NCCL client.
 
-    It is in a folder of its own, so that folder can also go in front of `LD_LIBRARY_PATH`. Raises FileNotFoundError,
-    with the command that builds it, when it has not been built.
+    It is in a folder of its own, so that the folder can also go in front of `LD_LIBRARY_PATH`.
+    Raises FileNotFoundError, with the command that builds it, when it has not been built.
     """
     return _built(_LIB / "preload" / "libnccl.so.2")
 

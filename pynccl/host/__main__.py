@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         dest="command",
         nargs=argparse.REMAINDER,
         metavar="CMD ...",
-        help="run this command, with all the words that follow, with the host library in front of any other libnccl",
+        help="run this command, all the words that follow, with the host library before any other libnccl",
     )
     command = parser.parse_args(argv).command
     if command == []:

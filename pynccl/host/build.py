@@ -1,13 +1,14 @@
-"""Build the host library: `python -m pynccl.host.build`, or `python3 pynccl/host/build.py` before anything is installed.
+"""Build the host library: `python -m pynccl.host.build`, or `python3 pynccl/host/build.py` before any install.
 
-The one place that knows the C sources, the compiler flags and the output files. `setup.py`, the Makefile, the tests and
-people all come here. Standard library only, and nothing of pynccl: it runs before there is a pynccl to import.
+The one place that knows the C sources, the compiler flags and the output files; `setup.py`, the Makefile, the
+tests and people all come here. Standard library only, and nothing of pynccl: it runs before there is a pynccl
+to import.
 
-The sources are compiled once and linked twice, as `libpynccl_host.so`, which pynccl loads, and as `preload/libnccl.so.2`,
-for other NCCL clients. The first must not be called libnccl.so.2 inside: a later `import cupy` or `import torch` would
-bind to it instead of NVIDIA's.
+The sources are compiled once and linked twice: as `libpynccl_host.so`, which pynccl loads, and as
+`preload/libnccl.so.2`, for other NCCL clients. The first must not be called libnccl.so.2 inside: a later
+`import cupy` or `import torch` would bind to it instead of NVIDIA's.
 
-Nothing is compiled twice: an object is made again only when its source, a header, the compiler or a flag has changed.
+An object is made again only when its source, a header, the compiler or a flag has changed.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ HERE = Path(__file__).resolve().parent
 SOURCE_DIR = HERE / "src"
 DEFAULT_OUT = HERE / "lib"
 
-# No -march: a wheel must run on every CPU of its platform; hot kernels carry their own multiversioned clones. No
-# contraction of a*b+c into one rounding: those clones must give the same bits on every CPU.
+# No -march: a wheel must run on every CPU of its platform; hot kernels carry their own multiversioned clones.
+# No contraction of a*b+c into one rounding: those clones must give the same bits on every CPU.
 COMPILE_FLAGS = (
     "-std=c11",
     "-fPIC",
@@ -46,8 +47,8 @@ COMPILE_FLAGS = (
 OPTIMIZE_FLAGS = ("-O3",)
 SANITIZE_FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all")
 
-# -Bsymbolic: the library's calls to its own exported functions must not land in another libnccl that the process has
-# loaded globally. nodelete: worker threads may outlive a dlclose.
+# -Bsymbolic: the library's calls to its own exported functions must not land in another libnccl that the
+# process has loaded globally. nodelete: worker threads may outlive a dlclose.
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,-Bsymbolic", "-Wl,-z,defs", "-Wl,-z,now", "-Wl,-z,nodelete")
 LINK_LIBRARIES = ("-lm",)
 
@@ -72,7 +73,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Toolchain:
-    """A compiler and everything given to it, apart from the files. Its key tells when a build has to be done again."""
+    """A compiler and all that it is given besides files. Its key tells when a build has to be done again."""
 
     cc: tuple[str, ...]
     version: str
@@ -99,8 +100,8 @@ def build(
     objects: folder for intermediate files; default `build/host` beside the package.
     jobs: compilers to run at once; default one a core. force: compile and link everything again.
 
-    Honours CC, CFLAGS and LDFLAGS. Several builds at once take turns, and a process that has the old files loaded keeps
-    them. Raises BuildError when no compiler is found, or with the compiler's own words when it fails.
+    Honours CC, CFLAGS and LDFLAGS. Several builds at once take turns, and a process that has the old files
+    loaded keeps them. Raises BuildError when no compiler is found, or with the compiler's words when it fails.
     """
     out = Path(out or DEFAULT_OUT).resolve()
     objects = Path(objects or HERE.parent.parent / "build" / "host").resolve()
@@ -124,7 +125,7 @@ def build(
 
 
 def sources() -> list[Path]:
-    """All C sources of the host library, sorted. Raises BuildError where there are none, as in an installed wheel."""
+    """All C sources, sorted. Raises BuildError where there are none, as in an installed wheel."""
     found = sorted(SOURCE_DIR.glob("*.c"))
     if not found:
         raise BuildError(
@@ -166,8 +167,8 @@ def compiler() -> tuple[str, ...]:
             return tuple(command)
     looked_for = f"CC={os.environ['CC']!r}" if named else "cc, gcc and clang on PATH"
     raise BuildError(
-        f"no C compiler was found (looked for {looked_for}), and the host library is written in C; install one "
-        "(Debian, Ubuntu: apt-get install gcc libc6-dev; Fedora: dnf install gcc) or set CC to yours"
+        f"no C compiler was found (looked for {looked_for}), and the host library is written in C; "
+        "install one (Debian, Ubuntu: apt-get install gcc libc6-dev; Fedora: dnf install gcc) or set CC to yours"
     )
 
 
@@ -195,7 +196,7 @@ def compile_all(
 
 
 def link(compiled: Sequence[Path], target: Path, soname: str, toolchain: Toolchain) -> None:
-    """Link beside the target and rename over it: a process that has the old file mapped must keep the old bytes."""
+    """Link beside the target and rename over it: a process that has the old file mapped keeps the old bytes."""
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = target.with_name(f".{target.name}.{os.getpid()}")
     print(f"link    {target}", flush=True)
@@ -209,7 +210,7 @@ def link(compiled: Sequence[Path], target: Path, soname: str, toolchain: Toolcha
 
 
 def run(command: Sequence[str], purpose: str) -> str:
-    """The command's output, both streams together. Raises BuildError with all of it when the command fails."""
+    """The command's output, both streams together. Raises BuildError with all of it when it fails."""
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
