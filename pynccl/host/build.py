@@ -1,4 +1,4 @@
-"""Build the host library: `python -m pynccl.host.build`, or `python3 pynccl/host/build.py` before any install.
+"""Build the host library: `python -m pynccl.host.build`, or `python3 pynccl/host/build.py` with no install.
 
 The one place that knows the C sources, the compiler flags and the output files; `setup.py`, the Makefile, the
 tests and people all come here. Standard library only, and nothing of pynccl: it runs before there is a pynccl
@@ -101,7 +101,7 @@ def build(
     jobs: compilers to run at once; default one a core. force: compile and link everything again.
 
     Honours CC, CFLAGS and LDFLAGS. Several builds at once take turns, and a process that has the old files
-    loaded keeps them. Raises BuildError when no compiler is found, or with the compiler's words when it fails.
+    loaded keeps them. Raises BuildError when no compiler is found, or with its own words when it fails.
     """
     out = Path(out or DEFAULT_OUT).resolve()
     objects = Path(objects or HERE.parent.parent / "build" / "host").resolve()
@@ -168,7 +168,7 @@ def compiler() -> tuple[str, ...]:
     looked_for = f"CC={os.environ['CC']!r}" if named else "cc, gcc and clang on PATH"
     raise BuildError(
         f"no C compiler was found (looked for {looked_for}), and the host library is written in C; "
-        "install one (Debian, Ubuntu: apt-get install gcc libc6-dev; Fedora: dnf install gcc) or set CC to yours"
+        "install one (Debian, Ubuntu: apt-get install gcc libc6-dev; Fedora: dnf install gcc), or set CC"
     )
 
 
@@ -196,7 +196,7 @@ def compile_all(
 
 
 def link(compiled: Sequence[Path], target: Path, soname: str, toolchain: Toolchain) -> None:
-    """Link beside the target and rename over it: a process that has the old file mapped keeps the old bytes."""
+    """Link beside the target and rename over it: a process that has the old file mapped keeps its bytes."""
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = target.with_name(f".{target.name}.{os.getpid()}")
     print(f"link    {target}", flush=True)
