@@ -1,31 +1,48 @@
 """The build step of the host library, and the tag of a wheel that carries it. Metadata: setup.cfg."""
 
-import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
-from setuptools import Distribution, setup
+from setuptools import Command, Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build_py import build_py
+from setuptools.command.build import build
 
-HERE = Path(__file__).resolve().parent
-
-
-def load_host_build():
-    """pynccl/host/build.py as a module of its own: importing the package would need its dependencies."""
-    spec = importlib.util.spec_from_file_location("pynccl_host_build", HERE / "pynccl" / "host" / "build.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+BUILD_SCRIPT = Path(__file__).resolve().parent / "pynccl" / "host" / "build.py"
 
 
-class BuildWithHostLibrary(build_py):
+class BuildHostLibrary(Command):
+    """A step of its own, beside build_py: in an editable install setuptools turns build_py's errors into warnings."""
+
+    user_options = [("build-lib=", None, "folder of the built packages")]
+    build_lib = None
+    editable_mode = False
+
+    def initialize_options(self):
+        pass
+
+    def finalize_options(self):
+        self.set_undefined_options("build_py", ("build_lib", "build_lib"))
+
     def run(self):
-        super().run()
-        host_build = load_host_build()
-        if self.editable_mode:
-            host_build.build()
-        else:
-            host_build.build(Path(self.build_lib).resolve() / "pynccl" / "host" / "lib")
+        out = [] if self.editable_mode else ["--out", str(Path(self.build_lib) / "pynccl" / "host" / "lib")]
+        status = subprocess.run([sys.executable, str(BUILD_SCRIPT), *out]).returncode
+        if status:
+            raise SystemExit(status)  # the script has said what is wrong
+
+    # What setuptools asks of a build step; the packages' own files are build_py's to report.
+    def get_source_files(self):
+        return []
+
+    def get_outputs(self):
+        return []
+
+    def get_output_mapping(self):
+        return {}
+
+
+class BuildAll(build):
+    sub_commands = [*build.sub_commands, ("build_host_library", None)]
 
 
 class PlatformWheel(bdist_wheel):
@@ -40,6 +57,6 @@ class DistributionWithLibraries(Distribution):
 
 
 setup(
-    cmdclass={"build_py": BuildWithHostLibrary, "bdist_wheel": PlatformWheel},
+    cmdclass={"build": BuildAll, "build_host_library": BuildHostLibrary, "bdist_wheel": PlatformWheel},
     distclass=DistributionWithLibraries,
 )

@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import cuda.pathfinder
 import ml_dtypes
 import numpy
 import pytest
@@ -159,15 +160,8 @@ def test_no_sources_is_an_error_that_says_where_to_build(steps, project: Path) -
 def test_builds_run_from_the_command_line_with_nothing_installed(repo: Path, tmp_path: Path) -> None:
     """As a plain script, isolated from every installed package, with the options that lint and stress use."""
     command = [sys.executable, "-I", "-S", str(repo / "pynccl" / "host" / "build.py")]
-    options = [
-        "--werror",
-        "--sanitize",
-        "undefined",
-        "--out",
-        str(tmp_path / "lib"),
-        "--objects",
-        str(tmp_path),
-    ]
+    folders = ["--out", str(tmp_path / "lib"), "--objects", str(tmp_path / "objects")]
+    options = ["--werror", "--sanitize", "undefined", *folders]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert str(tmp_path / "lib" / "libpynccl_host.so") in done.stdout
@@ -183,9 +177,9 @@ def test_the_two_files_differ_in_their_soname_alone(tmp_path: Path, steps) -> No
 
 @pytest.fixture(scope="module")
 def distributions(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the source distribution and the wheel, made as `python -m build` makes them: wheel from sdist.
+    """A folder with the source distribution and the wheel made from it, as `python -m build` makes them.
 
-    From a copy of the tree without anything built, and without the network: this environment has the build's needs.
+    From a copy of the tree with nothing built, and without the network: the build's needs are installed here.
     """
     folder = tmp_path_factory.mktemp("distributions")
     ignored = shutil.ignore_patterns(".git", ".venv", "build", "lib", "*.egg-info", "__pycache__", ".*_cache")
@@ -239,11 +233,10 @@ def test_the_wheel_works_in_a_fresh_environment_with_no_compiler(distributions: 
             str(wheel),
         ]
     )
-    lend(python, numpy, ml_dtypes, __import__("cuda.pathfinder"))
+    lend(python, numpy, ml_dtypes, cuda)
     client = tmp_path / "client.py"
     client.write_text(CLIENT)
 
-    # -P needs Python 3.11; running a file puts only its own folder in front.
     output = run([str(python), str(client)], cwd=tmp_path, env={"PATH": str(environment / "bin")})
 
     where, *ranks = output.splitlines()
@@ -257,8 +250,8 @@ def test_the_wheel_works_in_a_fresh_environment_with_no_compiler(distributions: 
 def lend(python: Path, *packages) -> None:
     """Let an environment see the packages of this one that pynccl needs, which saves a download.
 
-    A folder named in a .pth file is searched after the environment's own, and its own .pth files (this project's
-    editable install among them) are not read.
+    A folder named in a .pth file is searched after the environment's own, and its own .pth files (among them
+    this project's editable install) are not read.
     """
     ask = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     site_packages = Path(run(ask).strip())
