@@ -38,13 +38,13 @@ bench: setup ## Sweep all_reduce over sizes on 2 ranks, results in build/bench
 	$(IN) -m bench.all_reduce_perf -b 8 -e 64M -f 2 -g 2 -J build/bench/all_reduce.json | tee build/bench/all_reduce.txt
 
 # Installs nothing and needs no network: whatever CuPy and libnccl $(PYTHON) has. New NCCLs refuse two ranks on one GPU
-# unless told otherwise.
+# unless told otherwise. Only the files with GPU tests are read: the others may import what that Python lacks.
 gpu-check: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu-check: export NCCL_MULTI_RANK_GPU_ENABLE := 1
 gpu-check: ## On a GPU machine, with PYTHON as it is: the tests marked gpu, then a sweep on its libnccl
 	$(PYTHON) -m pynccl.host.build
 	$(PYTHON) -m pynccl
-	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m pytest -m gpu $$(grep -rl --include='*.py' 'mark\.gpu' tests)
 	PYNCCL_LIBRARY=nccl $(PYTHON) -m bench.all_reduce_perf -b 8 -e 64M -f 8 -g 2
 	PYNCCL_LIBRARY=nccl $(PYTHON) -m bench.all_reduce_perf -b 8 -e 64M -f 8 -g 4
 

@@ -220,19 +220,8 @@ def test_the_wheel_works_in_a_fresh_environment_with_no_compiler(distributions: 
     environment = tmp_path / "environment"
     venv.create(environment, with_pip=False)
     python = environment / "bin" / "python"
-    run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            str(python),
-            "install",
-            "--no-deps",
-            "--no-index",
-            str(wheel),
-        ]
-    )
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
+    run([*pip, "install", "--no-deps", "--no-index", str(wheel)])
     lend(python, numpy, ml_dtypes, cuda)
     client = tmp_path / "client.py"
     client.write_text(CLIENT)
