@@ -12,7 +12,7 @@ BUILD_SCRIPT = Path(__file__).resolve().parent / "pynccl" / "host" / "build.py"
 
 
 class BuildHostLibrary(Command):
-    """A step beside build_py, not in it: in an editable install setuptools only warns of build_py's errors."""
+    """A step beside build_py, not in it: in an editable install setuptools only warns of errors there."""
 
     user_options = [("build-lib=", None, "folder of the built packages")]
     build_lib = None
