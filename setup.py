@@ -15,17 +15,16 @@ class BuildHostLibrary(Command):
     """A step beside build_py, not in it: in an editable install setuptools only warns of errors there."""
 
     user_options = [("build-lib=", None, "folder of the built packages")]
-    build_lib = None
     editable_mode = False
 
     def initialize_options(self):
-        pass
+        self.build_lib = None
 
     def finalize_options(self):
         self.set_undefined_options("build_py", ("build_lib", "build_lib"))
 
     def run(self):
-        out = [] if self.editable_mode else ["--out", str(Path(self.build_lib) / "pynccl" / "host" / "lib")]
+        out = [] if self.editable_mode else ["--out", f"{self.build_lib}/pynccl/host/lib"]
         status = subprocess.run([sys.executable, str(BUILD_SCRIPT), *out]).returncode
         if status:
             raise SystemExit(status)  # the script has said what is wrong

@@ -11,8 +11,10 @@ import sys
 import tarfile
 import venv
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import cuda.pathfinder
 import ml_dtypes
@@ -51,6 +53,9 @@ if __name__ == "__main__":
 """
 
 
+Steps = Callable[..., set[str]]
+
+
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small set of C sources that stands in for the host library's; returns their folder."""
@@ -65,10 +70,10 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def steps(project: Path, capsys: pytest.CaptureFixture[str]):
+def steps(project: Path, capsys: pytest.CaptureFixture[str]) -> Steps:
     """Build the project and tell what was done: the names of the files compiled and linked."""
 
-    def run(**options) -> set[str]:
+    def run(**options: Any) -> set[str]:
         capsys.readouterr()
         host_build.build(project.parent / "lib", objects=project.parent / "objects", **options)
         return {Path(line.split()[1]).name for line in capsys.readouterr().out.splitlines()}
@@ -80,18 +85,18 @@ BOTH_LIBRARIES = {"libpynccl_host.so", "libnccl.so.2"}
 EVERYTHING = {"exported.c", "answer.c"} | BOTH_LIBRARIES
 
 
-def test_a_second_build_does_nothing(steps) -> None:
+def test_a_second_build_does_nothing(steps: Steps) -> None:
     assert steps() == EVERYTHING
     assert steps() == set()
 
 
-def test_a_changed_source_alone_is_compiled_again(steps, project: Path) -> None:
+def test_a_changed_source_alone_is_compiled_again(steps: Steps, project: Path) -> None:
     steps()
     (project / "answer.c").write_text(PROJECT["answer.c"].replace("42", "43"))
     assert steps() == {"answer.c"} | BOTH_LIBRARIES
 
 
-def test_a_source_restored_with_its_old_time_is_compiled_again(steps, project: Path) -> None:
+def test_a_source_restored_with_its_old_time_is_compiled_again(steps: Steps, project: Path) -> None:
     """What counts is the content: version control gives files any time it likes."""
     steps()
     before = (project / "answer.c").stat()
@@ -101,7 +106,7 @@ def test_a_source_restored_with_its_old_time_is_compiled_again(steps, project: P
 
 
 def test_a_changed_header_or_flag_compiles_everything_again(
-    steps, project: Path, monkeypatch: pytest.MonkeyPatch
+    steps: Steps, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps()
     (project / "answer.h").write_text("int answer(void); /* changed */\n")
@@ -110,7 +115,7 @@ def test_a_changed_header_or_flag_compiles_everything_again(
     assert steps() == EVERYTHING
 
 
-def test_a_missing_or_foreign_output_is_linked_again(steps, project: Path) -> None:
+def test_a_missing_or_foreign_output_is_linked_again(steps: Steps, project: Path) -> None:
     steps()
     (project.parent / "lib" / "preload" / "libnccl.so.2").unlink()
     assert steps() == BOTH_LIBRARIES
@@ -118,7 +123,7 @@ def test_a_missing_or_foreign_output_is_linked_again(steps, project: Path) -> No
     assert steps() == BOTH_LIBRARIES, "the folder held the sanitized library"
 
 
-def test_a_failed_build_is_not_taken_for_a_finished_one(steps, project: Path) -> None:
+def test_a_failed_build_is_not_taken_for_a_finished_one(steps: Steps, project: Path) -> None:
     steps()
     (project / "answer.c").write_text("int answer(void) { return undeclared; }\n")
     for _ in range(2):
@@ -131,7 +136,7 @@ def test_a_failed_build_is_not_taken_for_a_finished_one(steps, project: Path) ->
     assert {path.name for path in (project.parent / "lib").iterdir()} == {"libpynccl_host.so", "preload"}
 
 
-def test_warnings_stop_a_build_only_when_asked_to(steps, project: Path) -> None:
+def test_warnings_stop_a_build_only_when_asked_to(steps: Steps, project: Path) -> None:
     (project / "answer.c").write_text(PROJECT["answer.c"] + "static int unused;\n")
     steps()
     with pytest.raises(host_build.BuildError, match="unused"):
@@ -150,7 +155,7 @@ def test_no_compiler_is_an_error_with_the_remedy(
         steps()
 
 
-def test_no_sources_is_an_error_that_says_where_to_build(steps, project: Path) -> None:
+def test_no_sources_is_an_error_that_says_where_to_build(steps: Steps, project: Path) -> None:
     for path in project.glob("*.c"):
         path.unlink()
     with pytest.raises(host_build.BuildError, match="installed package"):
@@ -167,7 +172,7 @@ def test_builds_run_from_the_command_line_with_nothing_installed(repo: Path, tmp
     assert str(tmp_path / "lib" / "libpynccl_host.so") in done.stdout
 
 
-def test_the_two_files_differ_in_their_soname_alone(tmp_path: Path, steps) -> None:
+def test_the_two_files_differ_in_their_soname_alone(tmp_path: Path, steps: Steps) -> None:
     steps()
     for name, soname in host_build.OUTPUTS:
         assert read_soname(tmp_path / "lib" / name) == soname
@@ -236,7 +241,7 @@ def test_the_wheel_works_in_a_fresh_environment_with_no_compiler(distributions: 
     assert printed == f"{installed / 'host' / 'lib' / 'preload' / 'libnccl.so.2'}\n"
 
 
-def lend(python: Path, *packages) -> None:
+def lend(python: Path, *packages: ModuleType) -> None:
     """Let an environment see the packages of this one that pynccl needs, which saves a download.
 
     A folder named in a .pth file is searched after the environment's own, and its own .pth files (among them

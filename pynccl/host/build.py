@@ -107,9 +107,7 @@ def build(
     objects = Path(objects or HERE.parent.parent / "build" / "host").resolve()
     toolchain = find_toolchain(werror=werror, sanitize=sanitize)
     files = sources()
-    profile = objects / "-".join(
-        filter(None, [(sanitize or "release").replace(",", "-"), werror and "werror"])
-    )
+    profile = objects / ((sanitize or "release").replace(",", "-") + ("-werror" if werror else ""))
     profile.mkdir(parents=True, exist_ok=True)
     with locked(objects / "lock"):
         key = digest(toolchain.key(), *(path.read_bytes() for path in (*files, *headers())))
