@@ -37,6 +37,7 @@ DEFAULT_OUT = HERE / "lib"
 # No contraction of a*b+c into one rounding: those clones must give the same bits on every CPU.
 COMPILE_FLAGS = (
     "-std=c11",
+    "-D_GNU_SOURCE",
     "-fPIC",
     "-fvisibility=hidden",
     "-ffp-contract=off",
