@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy
 import pytest
 
-import pynccl
+from pynccl._version import __version__
 from pynccl.host import build as host_build
 
 # Seconds: all C sources are compiled from nothing, on cores that may be busy with other tests.
@@ -200,7 +200,7 @@ def distributions(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_is_for_any_python_on_this_platform_and_carries_both_files(distributions: Path) -> None:
     (wheel,) = distributions.glob("*.whl")
-    name = rf"pynccl_anywhere-{re.escape(pynccl.__version__)}-py3-none-linux_{platform.machine()}\.whl"
+    name = rf"pynccl_anywhere-{re.escape(__version__)}-py3-none-linux_{platform.machine()}\.whl"
     assert re.fullmatch(name, wheel.name)
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -210,7 +210,7 @@ def test_the_wheel_is_for_any_python_on_this_platform_and_carries_both_files(dis
     assert {name.split("/")[0] for name in names} == {
         "pynccl",
         "sharding",
-        f"pynccl_anywhere-{pynccl.__version__}.dist-info",
+        f"pynccl_anywhere-{__version__}.dist-info",
     }
 
 
