@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 #include <string.h>
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PLAIN_KERNELS)
 #include <immintrin.h>
 #endif
 
@@ -152,7 +152,7 @@ CLONED static void half_narrow_by_integers(void *restrict dst, const float *rest
         bits[i] = (uint16_t)narrow_one(src[i], HALF);
 }
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PLAIN_KERNELS)
 
 /* The CPU's own conversions, five times as fast. They leave the rest, less than a vector, to the integers. */
 __attribute__((target("avx,f16c"))) static size_t half_widen_by_f16c(float *dst, const char *src, size_t count)

@@ -17,13 +17,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A fused multiply-add rounds once where the other clones round twice: the bits must not depend on the machine. */
-#if defined(__clang__)
-#pragma STDC FP_CONTRACT OFF
-#elif defined(__GNUC__)
-#pragma GCC optimize("fp-contract=off")
-#endif
-
 /* Two operands and the accumulator share the first-level cache, 32 KiB and more. */
 #define ACCUMULATOR_BYTES 8192
 
