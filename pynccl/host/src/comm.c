@@ -1,0 +1,736 @@
+/* Communicators: making them (init, split, shrink, grow), entering and leaving them, breaking them, ending them.
+ *
+ * Making one is three rounds of the socket all-gather: everybody meets and gets the segment; everybody has attached; everybody knows
+ * whether all can map each other's heaps. A rank that fails a round still takes part in the next with its error code, so that all fail
+ * together and none waits for the deadline. */
+#include <errno.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "host.h"
+
+/* ---- the pool: handles stay recognisable for ever -------------------------------------------------------------------------------- */
+
+static pthread_mutex_t pool_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct ncclComm *pool;
+static _Atomic unsigned salts;
+
+static struct ncclComm *comm_new(void) {
+  pthread_mutex_lock(&pool_lock);
+  struct ncclComm *comm = pool;
+  if (comm != NULL) pool = comm->next_free;
+  pthread_mutex_unlock(&pool_lock);
+  if (comm == NULL && (comm = calloc(1, sizeof *comm)) == NULL) return NULL;
+  memset((char *)comm + offsetof(struct ncclComm, next_free), 0, sizeof *comm - offsetof(struct ncclComm, next_free));
+  pthread_mutex_init(&comm->lock, NULL);
+  comm->generation = atomic_load(&fork_generation);
+  comm->blocking = true;
+  comm->timeout = default_timeout();
+  comm->state = ncclInProgress;
+  comm->salt = atomic_fetch_add(&salts, 1) & 0xfffff;
+  atomic_store(&comm->magic, COMM_MAGIC);
+  return comm;
+}
+
+/* Free what a communicator holds. Nobody may be inside any more. */
+static void comm_free(struct ncclComm *comm) {
+  atomic_store(&comm->magic, 0);
+  if (comm->worker != NULL) pyncclStreamDestroy(comm->worker);
+  for (int rank = 0; rank < comm->nranks; rank++) {
+    struct peer *peer = &comm->peers[rank];
+    if (peer->pidfd >= 0 && peer->pid != 0) close(peer->pidfd);
+    if (peer->heap != NULL) heap_unmap_peer(peer->heap, heap_span());
+  }
+  if (comm->segment != NULL) segment_detach(comm->segment);
+  registrations_free(comm);
+  windows_free(comm);
+  free(comm->premuls);
+  pthread_mutex_destroy(&comm->lock);
+  pthread_mutex_lock(&pool_lock);
+  comm->next_free = pool;
+  pool = comm;
+  pthread_mutex_unlock(&pool_lock);
+}
+
+/* ---- entering, leaving, breaking ------------------------------------------------------------------------------------------------- */
+
+struct ncclComm *comm_enter(ncclComm_t comm, const char *call, bool need_healthy, ncclResult_t *code) {
+  if (comm == NULL) {
+    *code = fail(NULL, ncclInvalidArgument, "%s: the communicator is NULL", call);
+    return NULL;
+  }
+  atomic_fetch_add(&comm->users, 1); /* before the magic is read: who frees clears the magic, then waits for users */
+  if (atomic_load(&comm->magic) != COMM_MAGIC) {
+    atomic_fetch_sub(&comm->users, 1);
+    *code = fail(NULL, ncclInvalidArgument, "%s: %p is no communicator (any more): was it destroyed or aborted?", call, (void *)comm);
+    return NULL;
+  }
+  if (comm->generation != atomic_load_explicit(&fork_generation, memory_order_relaxed)) {
+    atomic_fetch_sub(&comm->users, 1);
+    *code = fail(NULL, ncclInvalidUsage,
+                 "%s: this communicator was made before fork() and belongs to the parent process; make a new one in the child", call);
+    return NULL;
+  }
+  *code = ncclSuccess;
+  if (!need_healthy) return comm;
+  const int state = atomic_load_explicit(&comm->state, memory_order_acquire);
+  if (state == ncclInProgress)
+    *code = fail(comm, ncclInvalidUsage, "%s: the communicator is still being made; poll ncclCommGetAsyncError until it is not ncclInProgress", call);
+  else if (state != ncclSuccess)
+    *code = fail(NULL, (ncclResult_t)state, "%s: the communicator is broken since an earlier failure (%s); abort it", call, ncclGetLastError(comm));
+  else if (atomic_load(&comm->abort) || atomic_load(&comm->revoked) || atomic_load(&comm->finalized))
+    *code = fail(comm, ncclInvalidUsage, "%s: the communicator was %s", call,
+                 comm->abort ? "aborted" : comm->revoked ? "revoked" : "finalized");
+  if (*code == ncclSuccess) return comm;
+  atomic_fetch_sub(&comm->users, 1);
+  return NULL;
+}
+
+void comm_leave(struct ncclComm *comm) { atomic_fetch_sub(&comm->users, 1); }
+
+ncclResult_t comm_break(struct ncclComm *comm, ncclResult_t code, const char *format, ...) {
+  char text[900];
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(text, sizeof text, format, arguments);
+  va_end(arguments);
+  int sound = ncclSuccess;
+  atomic_compare_exchange_strong(&comm->state, &sound, code);
+  if (comm->head != NULL && atomic_exchange(&comm->head->claimed, 1) == 0) {
+    snprintf(comm->head->text, sizeof comm->head->text, "rank %d reported: %s", comm->rank, text);
+    atomic_store_explicit(&comm->head->failed, code, memory_order_release);
+  }
+  return fail(comm, code, "%s", text);
+}
+
+char *comm_peer_heap(struct ncclComm *comm, int rank) {
+  struct peer *peer = &comm->peers[rank];
+  char *heap = atomic_load_explicit(&peer->heap, memory_order_acquire);
+  if (heap != NULL) return heap;
+  pthread_mutex_lock(&comm->lock);
+  heap = peer->heap;
+  if (heap == NULL) {
+    heap = heap_map_peer(peer->pid, atomic_load(&peer->lines->heap_fd), heap_span());
+    atomic_store_explicit(&peer->heap, heap, memory_order_release);
+  }
+  pthread_mutex_unlock(&comm->lock);
+  if (heap == NULL)
+    fail(NULL, ncclSystemError, "cannot map the heap of rank %d (process %d): %s", rank, (int)peer->pid, strerror(errno));
+  return heap;
+}
+
+/* ---- unique ids and configurations ------------------------------------------------------------------------------------------------ */
+
+static const char id_magic[8] = "pynccl01";
+
+static void id_from_token(ncclUniqueId *id, const struct token *token) {
+  memset(id, 0, sizeof *id);
+  memcpy(id->internal, id_magic, sizeof id_magic);
+  memcpy(id->internal + sizeof id_magic, token->bytes, sizeof token->bytes);
+}
+
+static ncclResult_t token_from_id(const ncclUniqueId *id, struct token *token, const char *call) {
+  if (memcmp(id->internal, id_magic, sizeof id_magic) != 0)
+    return fail(NULL, ncclInvalidArgument, "%s: this unique id does not come from the host library's ncclGetUniqueId", call);
+  memcpy(token->bytes, id->internal + sizeof id_magic, sizeof token->bytes);
+  return ncclSuccess;
+}
+
+ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
+  if (id == NULL) return fail(NULL, ncclInvalidArgument, "ncclGetUniqueId: uniqueId is NULL");
+  const struct token token = random_token();
+  id_from_token(id, &token);
+  return ncclSuccess;
+}
+
+#define UNSET NCCL_CONFIG_UNDEF_INT
+static const ncclConfig_t config_defaults = {
+    sizeof(ncclConfig_t), NCCL_API_MAGIC, NCCL_VERSION_CODE, UNSET, UNSET, UNSET, UNSET, NULL,  UNSET, UNSET, NULL,  UNSET, UNSET, UNSET,
+    UNSET,                UNSET,          UNSET,             UNSET, UNSET, UNSET, UNSET, UNSET, UNSET, UNSET, UNSET, UNSET};
+
+/* The caller's configuration in today's layout: a shorter struct leaves the rest unset, and so do fields newer than its version, since
+ * some were put where an older layout had padding. */
+static ncclResult_t read_config(const ncclConfig_t *given, ncclConfig_t *config, const char *call) {
+  *config = config_defaults;
+  if (given == NULL) return ncclSuccess;
+  if (given->magic != NCCL_API_MAGIC)
+    return fail(NULL, ncclInvalidArgument, "%s: config has magic 0x%x; start from NCCL_CONFIG_INITIALIZER", call, given->magic);
+  if (given->size < 24) return fail(NULL, ncclInvalidArgument, "%s: config has size %zu", call, given->size);
+  memcpy(config, given, given->size < sizeof *config ? given->size : sizeof *config);
+  if (given->version < 22602) config->trafficClass = UNSET;
+  if (given->version < 22703) config->commName = NULL;
+  if (given->version < 23007) config->graphStreamOrdering = UNSET;
+  if (config->blocking != UNSET && config->blocking != 0 && config->blocking != 1)
+    return fail(NULL, ncclInvalidArgument, "%s: config.blocking is %d; it must be 0 or 1", call, config->blocking);
+  if ((config->minCTAs != UNSET && config->minCTAs <= 0) || (config->maxCTAs != UNSET && config->maxCTAs <= 0) ||
+      (config->minCTAs != UNSET && config->maxCTAs != UNSET && config->minCTAs > config->maxCTAs))
+    return fail(NULL, ncclInvalidArgument, "%s: config.minCTAs %d and maxCTAs %d; they must be positive and in order", call, config->minCTAs,
+                config->maxCTAs);
+  return ncclSuccess;
+}
+
+static void take_config(struct ncclComm *comm, const ncclConfig_t *config) {
+  comm->config = *config;
+  comm->blocking = config->blocking != 0;
+  if (config->commName != NULL) snprintf(comm->name, sizeof comm->name, "%s", config->commName);
+  comm->config.commName = comm->config.netName = NULL; /* the caller's memory: not ours after this call */
+}
+
+/* ---- building --------------------------------------------------------------------------------------------------------------------- */
+
+struct hello { /* what ranks tell each other in each round */
+  int code, pid, mappable;
+};
+
+static ncclResult_t round_of_hellos(struct ncclComm *comm, const char *round, struct hello mine, struct hello *all, int send_fd, int *recv_fd,
+                                    const struct waiting *waiting, const char *what) {
+  const struct token token = derive(&comm->token, round, 0, NULL, 0);
+  ncclResult_t code = bootstrap(&token, comm->nranks, comm->rank, &mine, sizeof mine, all, send_fd, recv_fd, waiting, what);
+  if (code != ncclSuccess || mine.code != ncclSuccess) return code != ncclSuccess ? code : (ncclResult_t)mine.code;
+  for (int rank = 0; rank < comm->nranks; rank++)
+    if (all[rank].code != ncclSuccess)
+      return fail(NULL, ncclRemoteError, "%s: rank %d could not take part: %s (its own message says more)", what, rank,
+                  ncclGetErrorString((ncclResult_t)all[rank].code));
+  return ncclSuccess;
+}
+
+static int open_pidfd(pid_t pid) {
+  const int fd = (int)syscall(SYS_pidfd_open, pid, 0);
+  if (fd >= 0) return fd; /* close-on-exec by definition */
+  return kill(pid, 0) != 0 && errno == ESRCH ? -2 : -1;
+}
+
+static bool can_map(const struct ncclComm *comm, int rank) {
+  const struct peer *peer = &comm->peers[rank];
+  struct stat ours, theirs;
+  char path[64];
+  if (peer->pid == getpid()) return true;
+  snprintf(path, sizeof path, "/proc/%d/fd/%d", (int)peer->pid, peer->lines->segment_fd);
+  const int fd = open(path, O_RDWR | O_CLOEXEC);
+  if (fd < 0) return false;
+  const bool same = fstat(fd, &theirs) == 0 && fstat(comm->segment->fd, &ours) == 0 && ours.st_ino == theirs.st_ino && ours.st_dev == theirs.st_dev;
+  close(fd);
+  return same;
+}
+
+static ncclResult_t attach(struct ncclComm *comm, int fd, const struct hello *hellos) {
+  const ncclResult_t code = segment_attach(&comm->token, fd, comm->layout.total, &comm->segment);
+  if (code != ncclSuccess) return code;
+  for (int rank = 0; rank < comm->nranks; rank++) {
+    struct peer *peer = &comm->peers[rank];
+    peer->lines = (struct rank_lines *)(comm->segment->base + comm->layout.lines) + rank;
+    peer->pid = hellos[rank].pid;
+    peer->pidfd = peer->pid == getpid() ? -1 : open_pidfd(peer->pid);
+  }
+  struct rank_lines *mine = lines_of(comm, comm->rank);
+  mine->pid = getpid();
+  mine->segment_fd = comm->segment->fd;
+  atomic_store(&mine->heap_fd, -1);
+  atomic_store(&mine->life, LIFE_JOINED);
+  comm->head = (struct segment_head *)comm->segment->base;
+  return ncclSuccess;
+}
+
+/* token, rank, nranks are set. Blocks until all ranks are in, or says why not. */
+static ncclResult_t build(struct ncclComm *comm, const char *what, bool interruptible) {
+  struct hello all[MAX_RANKS], mine = {.pid = getpid()};
+  const struct waiting waiting = {.deadline = now() + comm->timeout, .abort = &comm->abort, .interruptible = interruptible};
+  int fd = -1;
+  cpu_set_t cores;
+  comm->oversubscribed = sched_getaffinity(0, sizeof cores, &cores) == 0 && CPU_COUNT(&cores) < comm->nranks;
+  comm->layout = layout_of(comm->nranks);
+  if (comm->name[0] == 0)
+    snprintf(comm->name, sizeof comm->name, "%02x%02x%02x%02x", comm->token.bytes[0], comm->token.bytes[1], comm->token.bytes[2], comm->token.bytes[3]);
+  if (comm->rank == 0) mine.code = segment_create(comm->layout.total, comm->layout.p2p, &fd);
+  char words[900];
+  snprintf(words, sizeof words, "%s", mine.code != ncclSuccess ? thread_error() : "");
+  ncclResult_t code = round_of_hellos(comm, "meet", mine, all, fd, comm->rank == 0 ? NULL : &fd, &waiting, what);
+  if (code != ncclSuccess) {
+    if (fd >= 0) close(fd);
+    return mine.code != ncclSuccess ? fail(NULL, (ncclResult_t)mine.code, "%s", words) : code;
+  }
+  mine.code = attach(comm, fd, all);
+  code = round_of_hellos(comm, "attached", mine, all, -1, NULL, &waiting, what);
+  if (code != ncclSuccess) return code;
+  mine.mappable = 1;
+  for (int rank = 0; rank < comm->nranks; rank++) mine.mappable = mine.mappable && can_map(comm, rank);
+  code = round_of_hellos(comm, "mappable", mine, all, -1, NULL, &waiting, what);
+  if (code != ncclSuccess) return code;
+  comm->mappable = true;
+  for (int rank = 0; rank < comm->nranks; rank++) comm->mappable = comm->mappable && all[rank].mappable;
+  return ncclSuccess;
+}
+
+/* ---- the ways to make one ------------------------------------------------------------------------------------------------------------ */
+
+void job_discard(struct job *job) {
+  *job->out = NULL;
+  atomic_store(&job->comm->state, ncclSuccess);
+  comm_free(job->comm);
+  if (job->parent != NULL) comm_leave(job->parent);
+  free(job->excluded);
+  free(job);
+}
+
+static ncclResult_t finish_job(struct job *job, ncclResult_t code) {
+  struct ncclComm *comm = job->comm;
+  if (code == ncclSuccess) {
+    if (comm->blocking) *job->out = comm; /* a non-blocking caller has had it from the start */
+    atomic_store_explicit(&comm->state, ncclSuccess, memory_order_release);
+  } else if (comm != NULL) {
+    fail(comm, code, "%s", thread_error());
+    if (comm->blocking)
+      comm_free(comm);
+    else
+      atomic_store_explicit(&comm->state, code, memory_order_release); /* the caller holds the handle and must abort it */
+  }
+  if (job->parent != NULL) comm_leave(job->parent);
+  free(job->excluded);
+  return code;
+}
+
+static struct job *new_job(const char *call, ncclResult_t (*run_it)(struct job *), ncclComm_t *out, const ncclConfig_t *given,
+                           struct ncclComm *parent, ncclResult_t *code) {
+  ncclConfig_t config;
+  struct job *job = NULL;
+  if (out == NULL) {
+    *code = fail(parent, ncclInvalidArgument, "%s: the pointer for the new communicator is NULL", call);
+    return NULL;
+  }
+  *out = NULL;
+  if ((*code = read_config(given, &config, call)) != ncclSuccess) return NULL;
+  job = calloc(1, sizeof *job);
+  struct ncclComm *comm = job == NULL ? NULL : comm_new();
+  if (comm == NULL) {
+    free(job);
+    *code = fail(parent, ncclSystemError, "%s: out of memory", call);
+    return NULL;
+  }
+  *job = (struct job){.run = run_it, .comm = comm, .parent = parent, .out = out};
+  if (given == NULL && parent != NULL) {
+    comm->config = parent->config;
+    comm->blocking = parent->blocking;
+  } else {
+    take_config(comm, &config);
+  }
+  if (parent != NULL) comm->timeout = parent->timeout;
+  return job;
+}
+
+static ncclResult_t check_ranks(const char *call, int nranks, int rank) {
+  if (nranks < 1 || nranks > MAX_RANKS)
+    return fail(NULL, ncclInvalidArgument, "%s: nranks is %d; the host library serves 1 to %d ranks", call, nranks, MAX_RANKS);
+  if (rank < 0 || rank >= nranks) return fail(NULL, ncclInvalidArgument, "%s: rank %d is out of range for %d ranks", call, rank, nranks);
+  return ncclSuccess;
+}
+
+static ncclResult_t init_run(struct job *job) {
+  job->comm->token = job->token;
+  job->comm->nranks = job->nranks;
+  job->comm->rank = job->comm->device = job->rank;
+  return finish_job(job, build(job->comm, job->flags ? "ncclCommGrow" : "ncclCommInitRank", job->comm->blocking));
+}
+
+static ncclResult_t init_rank(const char *call, ncclComm_t *out, int nranks, const ncclUniqueId *id, int rank, const ncclConfig_t *config) {
+  ncclResult_t code = check_ranks(call, nranks, rank);
+  struct token token;
+  if (code == ncclSuccess) code = token_from_id(id, &token, call);
+  struct job *job = code == ncclSuccess ? new_job(call, init_run, out, config, NULL, &code) : NULL;
+  if (job == NULL) return group_error(code);
+  job->token = token;
+  job->nranks = nranks;
+  job->rank = rank;
+  return submit_job(job);
+}
+
+ncclResult_t ncclCommInitRank(ncclComm_t *comm, int nranks, ncclUniqueId id, int rank) {
+  return init_rank("ncclCommInitRank", comm, nranks, &id, rank, NULL);
+}
+
+ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int nranks, ncclUniqueId id, int rank, ncclConfig_t *config) {
+  return init_rank("ncclCommInitRankConfig", comm, nranks, &id, rank, config);
+}
+
+ncclResult_t ncclCommInitRankScalable(ncclComm_t *comm, int nranks, int rank, int nids, ncclUniqueId *ids, ncclConfig_t *config) {
+  if (nids < 1 || nids > nranks || ids == NULL)
+    return group_error(fail(NULL, ncclInvalidArgument, "ncclCommInitRankScalable: %d unique ids at %p for %d ranks; give 1 to %d", nids, (void *)ids, nranks, nranks));
+  return init_rank("ncclCommInitRankScalable", comm, nranks, &ids[0], rank, config); /* more ids only speed up thousands of ranks */
+}
+
+ncclResult_t ncclCommInitAll(ncclComm_t *comms, int n, const int *devices) {
+  if (comms == NULL) return fail(NULL, ncclInvalidArgument, "ncclCommInitAll: comm is NULL");
+  if (in_group()) return group_error(fail(NULL, ncclInvalidUsage, "ncclCommInitAll inside a group: call it outside"));
+  ncclResult_t code = check_ranks("ncclCommInitAll", n, 0), first;
+  if (code != ncclSuccess) return code;
+  for (int i = 0; devices != NULL && i < n; i++)
+    for (int j = 0; j < i; j++)
+      if (devices[i] == devices[j]) return fail(NULL, ncclInvalidUsage, "ncclCommInitAll: device %d stands twice in devlist", devices[i]);
+  ncclUniqueId id;
+  ncclGetUniqueId(&id);
+  if ((code = ncclGroupStart()) != ncclSuccess) return code;
+  for (int i = 0; i < n && code == ncclSuccess; i++) code = ncclCommInitRank(&comms[i], n, id, i);
+  first = code;
+  code = ncclGroupEnd();
+  if (first == ncclSuccess) first = code;
+  for (int i = 0; i < n && devices != NULL && first == ncclSuccess; i++) comms[i]->device = devices[i];
+  if (first != ncclSuccess)
+    for (int i = 0; i < n; i++) {
+      if (comms[i] != NULL) ncclCommAbort(comms[i]);
+      comms[i] = NULL;
+    }
+  return first;
+}
+
+struct colour {
+  int color, key;
+};
+
+static ncclResult_t split_run(struct job *job) {
+  struct ncclComm *parent = job->parent, *comm = job->comm;
+  const struct waiting waiting = {.deadline = now() + parent->timeout, .abort = &parent->abort, .interruptible = comm->blocking};
+  struct colour all[MAX_RANKS], mine = {job->color, job->key};
+  ncclResult_t code = bootstrap(&job->token, parent->nranks, parent->rank, &mine, sizeof mine, all, -1, NULL, &waiting, "ncclCommSplit");
+  if (code != ncclSuccess) return finish_job(job, code);
+  for (int rank = 0; rank < parent->nranks; rank++) { /* my rank: how many of my colour stand before me in (key, rank) order */
+    if (all[rank].color != mine.color) continue;
+    comm->nranks++;
+    if (all[rank].key < mine.key || (all[rank].key == mine.key && rank < parent->rank)) comm->rank++;
+  }
+  if (mine.color == NCCL_SPLIT_NOCOLOR) {
+    comm->nranks = 0;
+    atomic_store(&comm->state, ncclSuccess);
+    comm_free(comm);
+    job->comm = NULL;
+    comm_leave(parent);
+    return ncclSuccess;
+  }
+  comm->device = parent->device;
+  comm->token = derive(&job->token, "color", (uint64_t)(unsigned)mine.color, NULL, 0);
+  return finish_job(job, build(comm, "ncclCommSplit", comm->blocking));
+}
+
+/* A parent that may be revoked, but not broken, aborted or still being made. */
+static struct ncclComm *enter_parent(ncclComm_t handle, const char *call, ncclResult_t *code) {
+  struct ncclComm *comm = comm_enter(handle, call, false, code);
+  if (comm == NULL) return NULL;
+  const int state = atomic_load(&comm->state);
+  if (state == ncclInProgress)
+    *code = fail(comm, ncclInvalidUsage, "%s: the communicator is still being made", call);
+  else if (state != ncclSuccess && !atomic_load(&comm->revoked))
+    *code = fail(NULL, (ncclResult_t)state, "%s: the communicator is broken since an earlier failure (%s); abort it, or shrink it with NCCL_SHRINK_ABORT",
+                 call, ncclGetLastError(comm));
+  else if (atomic_load(&comm->abort) || atomic_load(&comm->finalized))
+    *code = fail(comm, ncclInvalidUsage, "%s: the communicator was %s", call, comm->abort ? "aborted" : "finalized");
+  if (*code == ncclSuccess) return comm;
+  comm_leave(comm);
+  return NULL;
+}
+
+ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncclComm_t *out, ncclConfig_t *config) {
+  ncclResult_t code;
+  struct ncclComm *parent = enter_parent(handle, "ncclCommSplit", &code);
+  if (parent == NULL) return group_error(code);
+  struct job *job = NULL;
+  if (color < 0 && color != NCCL_SPLIT_NOCOLOR)
+    code = fail(parent, ncclInvalidArgument, "ncclCommSplit: color %d; it must be 0 or more, or NCCL_SPLIT_NOCOLOR (-1)", color);
+  else
+    job = new_job("ncclCommSplit", split_run, out, config, parent, &code);
+  if (job == NULL) {
+    comm_leave(parent);
+    return group_error(code);
+  }
+  if (color == NCCL_SPLIT_NOCOLOR) job->out = &job->nowhere; /* *out stays NULL */
+  job->color = color;
+  job->key = key;
+  job->token = derive(&parent->token, "split", parent->children++, NULL, 0);
+  return submit_job(job);
+}
+
+static int compare_ints(const void *a, const void *b) { return (*(const int *)a > *(const int *)b) - (*(const int *)a < *(const int *)b); }
+
+static ncclResult_t shrink_run(struct job *job) {
+  struct ncclComm *parent = job->parent, *comm = job->comm;
+  comm->nranks = parent->nranks - job->nexcluded;
+  comm->rank = parent->rank;
+  for (int i = 0; i < job->nexcluded; i++) comm->rank -= job->excluded[i] < parent->rank;
+  comm->device = parent->device;
+  comm->token = job->token;
+  return finish_job(job, build(comm, "ncclCommShrink", comm->blocking));
+}
+
+ncclResult_t ncclCommShrink(ncclComm_t handle, int *excluded, int n, ncclComm_t *out, ncclConfig_t *config, int flags) {
+  ncclResult_t code;
+  struct ncclComm *parent =
+      flags == NCCL_SHRINK_ABORT ? comm_enter(handle, "ncclCommShrink", false, &code) : enter_parent(handle, "ncclCommShrink", &code);
+  if (parent == NULL) return group_error(code);
+  struct job *job = NULL;
+  int *sorted = NULL;
+  if (flags != NCCL_SHRINK_DEFAULT && flags != NCCL_SHRINK_ABORT) {
+    code = fail(parent, ncclInvalidArgument, "ncclCommShrink: unknown flags 0x%x", (unsigned)flags);
+    goto refused;
+  }
+  if (excluded == NULL || n < 1 || n >= parent->nranks) {
+    code = fail(parent, ncclInvalidArgument, "ncclCommShrink: %d ranks to exclude at %p; exclude 1 to %d of %d", n, (void *)excluded,
+                parent->nranks - 1, parent->nranks);
+    goto refused;
+  }
+  sorted = malloc((size_t)n * sizeof *sorted);
+  if (sorted == NULL) {
+    code = fail(parent, ncclSystemError, "ncclCommShrink: out of memory");
+    goto refused;
+  }
+  memcpy(sorted, excluded, (size_t)n * sizeof *sorted);
+  qsort(sorted, (size_t)n, sizeof *sorted, compare_ints);
+  for (int i = 0; i < n; i++)
+    if (sorted[i] < 0 || sorted[i] >= parent->nranks || (i > 0 && sorted[i] == sorted[i - 1]) || sorted[i] == parent->rank) {
+      code = fail(parent, ncclInvalidArgument, "ncclCommShrink: excluded rank %d is %s", sorted[i],
+                  sorted[i] == parent->rank ? "this rank: excluded ranks must not call" : "out of range or stands twice");
+      goto refused;
+    }
+  job = new_job("ncclCommShrink", shrink_run, out, config, parent, &code);
+  if (job == NULL) goto refused;
+  if (flags == NCCL_SHRINK_ABORT) {
+    atomic_store(&parent->revoked, 1); /* what waits on the parent gives up */
+    atomic_store(&lines_of(parent, parent->rank)->life, LIFE_REVOKED);
+  }
+  job->excluded = sorted;
+  job->nexcluded = n;
+  job->token = derive(&parent->token, "shrink", parent->children++, sorted, (size_t)n * sizeof *sorted);
+  return submit_job(job);
+refused:
+  free(sorted);
+  comm_leave(parent);
+  return group_error(code);
+}
+
+struct offer { /* what an existing rank brings to a grow */
+  int nranks, has_id;
+  ncclUniqueId id;
+};
+
+static ncclResult_t grow_run(struct job *job) {
+  struct ncclComm *parent = job->parent, *comm = job->comm;
+  const struct waiting waiting = {.deadline = now() + parent->timeout, .abort = &parent->abort, .interruptible = comm->blocking};
+  struct offer *all = calloc((size_t)parent->nranks, sizeof *all);
+  struct offer mine = {.nranks = job->nranks, .has_id = job->grow_root};
+  int root = -1;
+  if (all == NULL) return finish_job(job, fail(NULL, ncclSystemError, "ncclCommGrow: out of memory"));
+  if (job->grow_root) mine.id = parent->grow_id;
+  ncclResult_t code = bootstrap(&job->token, parent->nranks, parent->rank, &mine, sizeof mine, all, -1, NULL, &waiting, "ncclCommGrow");
+  for (int rank = 0; rank < parent->nranks && code == ncclSuccess; rank++) {
+    if (all[rank].nranks != job->nranks)
+      code = fail(NULL, ncclInvalidUsage, "ncclCommGrow: rank %d grows to %d ranks, rank %d to %d", rank, all[rank].nranks, parent->rank, job->nranks);
+    else if (all[rank].has_id && root >= 0)
+      code = fail(NULL, ncclInvalidUsage, "ncclCommGrow: ranks %d and %d both brought a unique id; exactly one, the root, must", root, rank);
+    else if (all[rank].has_id)
+      root = rank;
+  }
+  if (code == ncclSuccess && root < 0)
+    code = fail(NULL, ncclInvalidUsage, "ncclCommGrow: no rank brought the unique id of ncclCommGetUniqueId; exactly one, the root, must");
+  if (code == ncclSuccess) code = token_from_id(&all[root].id, &comm->token, "ncclCommGrow");
+  free(all);
+  if (code == ncclSuccess) {
+    comm->nranks = job->nranks;
+    comm->rank = parent->rank;
+    comm->device = parent->device;
+    code = build(comm, "ncclCommGrow", comm->blocking);
+  }
+  if (code == ncclSuccess && job->grow_root) parent->grow_id_out = false;
+  return finish_job(job, code);
+}
+
+ncclResult_t ncclCommGetUniqueId(ncclComm_t handle, ncclUniqueId *id) {
+  ncclResult_t code;
+  struct ncclComm *comm = comm_enter(handle, "ncclCommGetUniqueId", true, &code);
+  if (comm == NULL) return code;
+  if (id == NULL)
+    code = fail(comm, ncclInvalidArgument, "ncclCommGetUniqueId: uniqueId is NULL");
+  else if (comm->grow_id_out)
+    code = fail(comm, ncclInvalidUsage, "ncclCommGetUniqueId: the id given before has not been used by ncclCommGrow yet");
+  else if ((code = ncclGetUniqueId(id)) == ncclSuccess) {
+    comm->grow_id = *id;
+    comm->grow_id_out = true;
+  }
+  comm_leave(comm);
+  return code;
+}
+
+ncclResult_t ncclCommGrow(ncclComm_t handle, int nranks, const ncclUniqueId *id, int rank, ncclComm_t *out, ncclConfig_t *config) {
+  ncclResult_t code;
+  struct job *job = NULL;
+  if (handle == NULL) { /* a new rank */
+    if (id == NULL) return group_error(fail(NULL, ncclInvalidArgument, "ncclCommGrow: a new rank (comm NULL) must bring the unique id"));
+    struct token token;
+    if ((code = check_ranks("ncclCommGrow", nranks, rank)) != ncclSuccess || (code = token_from_id(id, &token, "ncclCommGrow")) != ncclSuccess)
+      return group_error(code);
+    if ((job = new_job("ncclCommGrow", init_run, out, config, NULL, &code)) == NULL) return group_error(code);
+    job->token = token;
+    job->nranks = nranks;
+    job->rank = rank;
+    job->flags = 1;
+    return submit_job(job);
+  }
+  struct ncclComm *parent = enter_parent(handle, "ncclCommGrow", &code);
+  if (parent == NULL) return group_error(code);
+  if (nranks <= parent->nranks || nranks > MAX_RANKS)
+    code = fail(parent, ncclInvalidArgument, "ncclCommGrow: to %d ranks from %d; the host library serves up to %d", nranks, parent->nranks, MAX_RANKS);
+  else if (rank != -1)
+    code = fail(parent, ncclInvalidArgument, "ncclCommGrow: rank %d; an existing rank keeps its number and passes -1", rank);
+  else if (id != NULL && (!parent->grow_id_out || memcmp(id, &parent->grow_id, sizeof *id) != 0))
+    code = fail(parent, ncclInvalidArgument, "ncclCommGrow: this unique id does not come from ncclCommGetUniqueId of this communicator, or was used");
+  else
+    job = new_job("ncclCommGrow", grow_run, out, config, parent, &code);
+  if (job == NULL) {
+    comm_leave(parent);
+    return group_error(code);
+  }
+  job->nranks = nranks;
+  job->grow_root = id != NULL;
+  job->token = derive(&parent->token, "grow", parent->children++, NULL, 0);
+  return submit_job(job);
+}
+
+/* ---- the ends ------------------------------------------------------------------------------------------------------------------------ */
+
+/* Wait until this rank's own work on the communicator is over (or `seconds` have passed): bounded, whatever the work does. */
+static bool quiet(struct ncclComm *comm, int callers, double seconds, bool interruptible) {
+  const double deadline = now() + seconds;
+  double asked = now();
+  while (atomic_load(&comm->pending) > 0 || atomic_load(&comm->users) > callers || atomic_load(&comm->state) == ncclInProgress) {
+    const double time = now();
+    if (time > deadline) return false;
+    if (interruptible && time - asked > 50e-3) {
+      asked = time;
+      if (interrupted()) return false;
+    }
+    nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL);
+  }
+  return true;
+}
+
+static void set_life(struct ncclComm *comm, enum life life) {
+  if (comm->head != NULL) atomic_store_explicit(&lines_of(comm, comm->rank)->life, life, memory_order_release);
+}
+
+/* Bounded so that a finalize or destroy on one rank never outlasts the deadline of the operations it waits for. */
+ncclResult_t ncclCommFinalize(ncclComm_t handle) {
+  ncclResult_t code;
+  struct ncclComm *comm = comm_enter(handle, "ncclCommFinalize", false, &code);
+  if (comm == NULL) return code;
+  if (atomic_load(&comm->finalized) || atomic_load(&comm->revoked)) {
+    code = fail(comm, ncclInvalidUsage, "ncclCommFinalize: the communicator was already %s", comm->revoked ? "revoked" : "finalized");
+  } else if (!comm->blocking) {
+    atomic_store(&comm->finalized, 1);
+    code = atomic_load(&comm->pending) > 0 ? ncclInProgress : ncclSuccess;
+  } else if (!quiet(comm, 1, comm->timeout, true)) {
+    code = fail(comm, ncclTimeout, "ncclCommFinalize: %d operations of this rank have not ended within %.1f s", atomic_load(&comm->pending), comm->timeout);
+  } else {
+    atomic_store(&comm->finalized, 1);
+    set_life(comm, LIFE_FINALIZED);
+    code = (ncclResult_t)atomic_load(&comm->state);
+  }
+  comm_leave(comm);
+  return code;
+}
+
+/* Only one caller ends a communicator. */
+static bool retire(struct ncclComm *comm) {
+  uint64_t magic = COMM_MAGIC;
+  return atomic_compare_exchange_strong(&comm->magic, &magic, 0);
+}
+
+ncclResult_t ncclCommDestroy(ncclComm_t handle) {
+  ncclResult_t code;
+  struct ncclComm *comm = comm_enter(handle, "ncclCommDestroy", false, &code);
+  if (comm == NULL) return code;
+  if (atomic_load(&comm->state) == ncclInProgress) atomic_store(&comm->abort, 1);
+  if (!quiet(comm, 1, comm->timeout, true)) {
+    code = fail(comm, ncclTimeout, "ncclCommDestroy: work of this rank has not ended within %.1f s; use ncclCommAbort", comm->timeout);
+    comm_leave(comm);
+    return code;
+  }
+  if (!retire(comm)) {
+    comm_leave(comm);
+    return fail(NULL, ncclInvalidUsage, "ncclCommDestroy: another thread ended this communicator at the same time");
+  }
+  set_life(comm, LIFE_DESTROYED);
+  comm_leave(comm);
+  quiet(comm, 0, 1.0, false); /* a caller that was just refused may still be on its way out */
+  comm_free(comm);
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommAbort(ncclComm_t handle) {
+  ncclResult_t code;
+  struct ncclComm *comm = comm_enter(handle, "ncclCommAbort", false, &code);
+  if (comm == NULL) return code;
+  atomic_store(&comm->abort, 1);
+  if (!retire(comm)) {
+    comm_leave(comm);
+    return fail(NULL, ncclInvalidUsage, "ncclCommAbort: another thread ended this communicator at the same time");
+  }
+  set_life(comm, LIFE_ABORTED);
+  comm_leave(comm);
+  if (!quiet(comm, 0, 10.0, false)) /* a worker stuck in the user's own function: its memory must outlive it */
+    return fail(NULL, ncclTimeout, "ncclCommAbort: work of this rank has not stopped within 10 s; its memory is kept");
+  comm_free(comm);
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommRevoke(ncclComm_t handle, int flags) {
+  ncclResult_t code;
+  struct ncclComm *comm = comm_enter(handle, "ncclCommRevoke", false, &code);
+  if (comm == NULL) return code;
+  if (flags != NCCL_REVOKE_DEFAULT)
+    code = fail(comm, ncclInvalidArgument, "ncclCommRevoke: flags 0x%x; they must be NCCL_REVOKE_DEFAULT (0)", (unsigned)flags);
+  else if (atomic_load(&comm->finalized))
+    code = fail(comm, ncclInvalidUsage, "ncclCommRevoke: the communicator was finalized");
+  else {
+    atomic_store(&comm->revoked, 1);
+    set_life(comm, LIFE_REVOKED);
+    if (comm->blocking && !quiet(comm, 1, comm->timeout, false))
+      code = fail(comm, ncclTimeout, "ncclCommRevoke: work of this rank has not stopped within %.1f s", comm->timeout);
+  }
+  comm_leave(comm);
+  return code;
+}
+
+ncclResult_t ncclCommGetAsyncError(ncclComm_t handle, ncclResult_t *error) {
+  ncclResult_t code;
+  struct ncclComm *comm = comm_enter(handle, "ncclCommGetAsyncError", false, &code);
+  if (comm == NULL) return code;
+  if (error == NULL) {
+    code = fail(comm, ncclInvalidArgument, "ncclCommGetAsyncError: asyncError is NULL");
+  } else {
+    *error = (ncclResult_t)atomic_load(&comm->state);
+    const bool failed_elsewhere = comm->head != NULL && *error == ncclSuccess && atomic_load(&comm->head->failed) != ncclSuccess;
+    if (failed_elsewhere && !atomic_load(&comm->revoked)) *error = fail(comm, ncclRemoteError, "%s", comm->head->text);
+    if (*error == ncclSuccess && !comm->blocking && atomic_load(&comm->pending) > 0) *error = ncclInProgress;
+  }
+  comm_leave(comm);
+  return code;
+}
+
+PNCCL(ncclGetUniqueId);
+PNCCL(ncclCommInitRankConfig);
+PNCCL(ncclCommInitRank);
+PNCCL(ncclCommInitAll);
+PNCCL(ncclCommFinalize);
+PNCCL(ncclCommDestroy);
+PNCCL(ncclCommAbort);
+PNCCL(ncclCommRevoke);
+PNCCL(ncclCommSplit);
+PNCCL(ncclCommShrink);
+PNCCL(ncclCommGetUniqueId);
+PNCCL(ncclCommGrow);
+PNCCL(ncclCommInitRankScalable);
+PNCCL(ncclCommGetAsyncError);

@@ -1,0 +1,219 @@
+/* The waiting loop. run() drives operations until all are complete; between rounds without progress it spins while that can help
+ * (a rank a core), then yields, then sleeps, and it looks after what must end a wait: the deadline, an abort, a failure that a peer
+ * reported, a peer that died, Ctrl-C. */
+#include <errno.h>
+#include <poll.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "host.h"
+
+/* Why not a futex: a publisher would have to fence and look at a "sleeping" word of each peer after every store (20 ns and more on the
+ * fast path). A sleeper that has already waited SLEEP_AFTER loses at most SLEEP more: a few per cent of what it waited. */
+#define SPINS 3000           /* pauses: about 40 us here */
+#define SLEEP_AFTER 2e-3     /* seconds of yielding before the first sleep */
+#define SLEEP_NANOSECONDS 50000
+#define LOOK_EVERY 1e-3      /* seconds between looks at deadline, abort and failure words */
+#define LIVENESS_EVERY 20e-3 /* seconds between system calls that ask whether a peer lives */
+#define INTERRUPT_EVERY 50e-3
+
+_Atomic unsigned fork_generation = 1;
+static int (*_Atomic interrupt_check)(void);
+static _Thread_local double thread_timeout;
+
+static void forked(void) { atomic_fetch_add(&fork_generation, 1); }
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, forked); }
+
+double now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+double default_timeout(void) {
+  if (thread_timeout > 0) return thread_timeout;
+  const char *text = getenv("PYNCCL_TIMEOUT");
+  const double seconds = text == NULL ? 0 : atof(text);
+  return seconds > 0 ? seconds : 600;
+}
+
+bool interrupted(void) {
+  int (*check)(void) = atomic_load(&interrupt_check);
+  return check != NULL && check() != 0;
+}
+
+ncclResult_t pyncclSetInterruptCheck(int (*check)(void)) {
+  atomic_store(&interrupt_check, check);
+  return ncclSuccess;
+}
+
+ncclResult_t pyncclSetTimeout(ncclComm_t handle, double seconds) {
+  if (handle == NULL) {
+    thread_timeout = seconds > 0 ? seconds : 0;
+    return ncclSuccess;
+  }
+  ncclResult_t code;
+  struct ncclComm *comm = comm_enter(handle, "pyncclSetTimeout", false, &code);
+  if (comm == NULL) return code;
+  comm->timeout = seconds > 0 ? seconds : default_timeout();
+  comm_leave(comm);
+  return ncclSuccess;
+}
+
+static inline void relax(void) {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("isb");
+#endif
+}
+
+static bool process_gone(const struct peer *peer) {
+  if (peer->pid == getpid() || peer->pidfd == -2) return false;
+  if (peer->pidfd >= 0) {
+    struct pollfd ended = {.fd = peer->pidfd, .events = POLLIN};
+    return poll(&ended, 1, 0) == 1;
+  }
+  return kill(peer->pid, 0) != 0 && errno == ESRCH;
+}
+
+/* Why rank `rank` will never do what we wait for, in words; false while it may still. */
+static bool hopeless(const struct ncclComm *comm, int rank, char *why, size_t size) {
+  static const char *const ends[] = {[LIFE_FINALIZED] = "finalized", [LIFE_DESTROYED] = "destroyed", [LIFE_ABORTED] = "aborted",
+                                     [LIFE_REVOKED] = "revoked"};
+  const int life = atomic_load_explicit(&lines_of(comm, rank)->life, memory_order_acquire);
+  if (life >= LIFE_FINALIZED) {
+    snprintf(why, size, "rank %d has %s its communicator", rank, ends[life]);
+    return true;
+  }
+  if (!process_gone(&comm->peers[rank])) return false;
+  snprintf(why, size, "rank %d (process %d) is gone: it ended or was killed", rank, (int)comm->peers[rank].pid);
+  return true;
+}
+
+static void doing_words(const struct ncclComm *comm, int rank, char *words, size_t size) {
+  const struct rank_lines *lines = lines_of(comm, rank);
+  const uint64_t doing = atomic_load(&lines->doing);
+  if (doing == 0)
+    snprintf(words, size, "rank %d waits for nobody: it has entered %llu collectives and is outside, or computes", rank,
+             (unsigned long long)atomic_load(&lines->entered));
+  else
+    snprintf(words, size, "rank %d itself waits in %s for rank %d", rank, kinds[(doing & 0xffffffffu) - 1].name, (int)(doing >> 32) - 1);
+}
+
+static void say_doing(const struct op *op, bool waiting) {
+  const uint64_t doing = waiting ? ((uint64_t)(op->awaited + 1) << 32) | (uint64_t)(op->kind + 1) : 0;
+  atomic_store_explicit(&lines_of(op->comm, op->comm->rank)->doing, doing, memory_order_relaxed);
+}
+
+/* One operation that made no progress: is there a reason to give it up? Returns ncclSuccess to go on waiting. */
+static ncclResult_t look(struct op *op, double time, bool ask_kernel) {
+  struct ncclComm *comm = op->comm;
+  char words[160], why[256];
+  if (atomic_load_explicit(&comm->abort, memory_order_acquire) || atomic_load_explicit(&comm->revoked, memory_order_acquire))
+    return fail(comm, ncclInternalError, "%s: given up, this rank's communicator was %s while it waited",
+                op_words(op, words, sizeof words), atomic_load(&comm->revoked) ? "revoked" : "aborted");
+  const int failed = atomic_load_explicit(&comm->head->failed, memory_order_acquire);
+  if (failed != ncclSuccess) {
+    atomic_store(&comm->state, ncclRemoteError);
+    return fail(comm, ncclRemoteError, "%s: %s", op_words(op, words, sizeof words), comm->head->text);
+  }
+  if (op->since == 0) op->since = time;
+  if (op->awaited < 0) { /* waits for an earlier operation of this rank, which has a deadline of its own: ours starts when the queue moves */
+    if (op->step != op->steps) {
+      op->step = op->steps;
+      op->since = time;
+    }
+    if (time - op->since <= 2 * comm->timeout) return ncclSuccess;
+    return comm_break(comm, ncclTimeout, "%s: rank %d waited %.1f s for an earlier operation of its own communicator, which does not end",
+                      op_words(op, words, sizeof words), comm->rank, time - op->since);
+  }
+  say_doing(op, true);
+  if (ask_kernel && hopeless(comm, op->awaited, why, sizeof why)) {
+    /* It may have done its part and left before we looked: only a second look at the counters decides. */
+    const enum progress progress = op->phase == COMPLETE ? DONE : kinds[op->kind].progress(op);
+    if (progress != WAITING) return ncclSuccess;
+    return comm_break(comm, ncclRemoteError, "%s: %s", op_words(op, words, sizeof words), why);
+  }
+  if (time - op->since > comm->timeout) {
+    doing_words(comm, op->awaited, why, sizeof why);
+    return comm_break(comm, ncclTimeout, "%s: rank %d waited %.1f s for rank %d; %s", op_words(op, words, sizeof words), comm->rank,
+                      time - op->since, op->awaited, why);
+  }
+  return ncclSuccess;
+}
+
+struct patience { /* how long this wait has gone without progress */
+  unsigned rounds;
+  double start, looked, asked, interrupt;
+};
+
+/* A round without progress. False: time to look() at the operations. */
+static bool be_patient(struct patience *patience, bool spin) {
+  if (patience->rounds++ < (spin ? SPINS : 0)) {
+    relax();
+    return true;
+  }
+  const double time = now();
+  if (patience->start == 0) patience->start = patience->looked = patience->asked = patience->interrupt = time;
+  if (time - patience->start < SLEEP_AFTER)
+    sched_yield();
+  else
+    nanosleep(&(struct timespec){.tv_nsec = SLEEP_NANOSECONDS}, NULL);
+  return time - patience->looked < LOOK_EVERY;
+}
+
+ncclResult_t run(struct op **ops, int n, bool interruptible) {
+  ncclResult_t result = ncclSuccess;
+  struct patience patience = {0};
+  bool spin = true;
+  for (int i = 0; i < n; i++) spin = spin && !ops[i]->comm->oversubscribed;
+  for (;;) {
+    int left = 0;
+    bool moved = false;
+    for (int i = 0; i < n; i++) {
+      struct op *op = ops[i];
+      if (op->phase == COMPLETE) continue;
+      const enum progress progress = kinds[op->kind].progress(op);
+      moved = moved || progress != WAITING;
+      if (progress == MOVED) op->since = 0;
+      if (op->phase == COMPLETE) {
+        if (result == ncclSuccess) result = op->result;
+      } else {
+        left++;
+      }
+    }
+    if (left == 0) break;
+    if (moved) {
+      patience = (struct patience){0};
+      continue;
+    }
+    if (be_patient(&patience, spin)) continue;
+    const double time = now();
+    const bool ask_kernel = time - patience.asked >= LIVENESS_EVERY;
+    const bool stop = interruptible && time - patience.interrupt >= INTERRUPT_EVERY && interrupted();
+    patience.looked = time;
+    if (ask_kernel) patience.asked = time;
+    if (time - patience.interrupt >= INTERRUPT_EVERY) patience.interrupt = time;
+    for (int i = 0; i < n; i++) {
+      struct op *op = ops[i];
+      if (op->phase == COMPLETE) continue;
+      char words[160];
+      ncclResult_t code = stop ? comm_break(op->comm, ncclSystemError, "%s: interrupted on rank %d while waiting for rank %d",
+                                            op_words(op, words, sizeof words), op->comm->rank, op->awaited)
+                               : look(op, time, ask_kernel);
+      if (code != ncclSuccess) op_finish(op, code);
+      if (op->phase == COMPLETE) {
+        say_doing(op, false);
+        if (result == ncclSuccess) result = op->result;
+      }
+    }
+  }
+  if (patience.start != 0 || result != ncclSuccess) say_doing(ops[0], false);
+  return result;
+}
