@@ -342,7 +342,7 @@ static ncclResult_t init_run(struct job *job) {
 
 static ncclResult_t init_rank(const char *call, ncclComm_t *out, int nranks, const ncclUniqueId *id, int rank, const ncclConfig_t *config) {
   ncclResult_t code = check_ranks(call, nranks, rank);
-  struct token token;
+  struct token token = {{0}};
   if (code == ncclSuccess) code = token_from_id(id, &token, call);
   struct job *job = code == ncclSuccess ? new_job(call, init_run, out, config, NULL, &code) : NULL;
   if (job == NULL) return group_error(code);
@@ -569,7 +569,7 @@ ncclResult_t ncclCommGrow(ncclComm_t handle, int nranks, const ncclUniqueId *id,
   struct job *job = NULL;
   if (handle == NULL) { /* a new rank */
     if (id == NULL) return group_error(fail(NULL, ncclInvalidArgument, "ncclCommGrow: a new rank (comm NULL) must bring the unique id"));
-    struct token token;
+    struct token token = {{0}};
     if ((code = check_ranks("ncclCommGrow", nranks, rank)) != ncclSuccess || (code = token_from_id(id, &token, "ncclCommGrow")) != ncclSuccess)
       return group_error(code);
     if ((job = new_job("ncclCommGrow", init_run, out, config, NULL, &code)) == NULL) return group_error(code);

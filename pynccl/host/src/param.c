@@ -46,7 +46,7 @@ static ncclResult_t get(ncclParamHandle_t handle, int64_t low, int64_t high, int
 /* One typed reader. */
 #define READER(SUFFIX, TYPE, LOW, HIGH)                                  \
   ncclResult_t ncclParamGet##SUFFIX(ncclParamHandle_t handle, TYPE *out) { \
-    int64_t value;                                                       \
+    int64_t value = 0;                                                      \
     const ncclResult_t code = get(handle, LOW, HIGH, &value, out);       \
     if (code == ncclSuccess) *out = (TYPE)value;                         \
     return code;                                                         \
@@ -62,7 +62,7 @@ READER(U64, uint64_t, 0, INT64_MAX)
 
 ncclResult_t ncclParamGetStr(ncclParamHandle_t handle, const char **out) {
   static _Thread_local char text[32];
-  int64_t value;
+  int64_t value = 0;
   const ncclResult_t code = get(handle, INT64_MIN, INT64_MAX, &value, out);
   if (code != ncclSuccess) return code;
   snprintf(text, sizeof text, "%lld", (long long)value);
@@ -71,7 +71,7 @@ ncclResult_t ncclParamGetStr(ncclParamHandle_t handle, const char **out) {
 }
 
 ncclResult_t ncclParamGet(ncclParamHandle_t handle, void *out, int room, int *length) {
-  int64_t value;
+  int64_t value = 0;
   const ncclResult_t code = get(handle, INT64_MIN, INT64_MAX, &value, out);
   if (code != ncclSuccess) return code;
   if (room < (int)sizeof value || length == NULL)
