@@ -1,6 +1,7 @@
 """The one table of environment variables that pynccl honours, with what each means.
 
-Read by ``python -m pynccl`` and the documentation. The values themselves are read where they are used.
+Read by ``python -m pynccl`` and the documentation. The values themselves are read where they are used; what
+the launchers set is taken from the rendezvous' own table of launchers.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
+
+from pynccl.rendezvous import LAUNCHERS
 
 
 class Variable(NamedTuple):
@@ -17,42 +20,51 @@ class Variable(NamedTuple):
     meaning: str
     secret: bool = False
 
-    def shown(self, environ: Mapping[str, str] = os.environ) -> str | None:
+    def shown(self, environ: Mapping[str, str]) -> str | None:
         """Its current value, "set" for a secret, None when it is not set."""
         value = environ.get(self.name)
         return "set" if value is not None and self.secret else value
 
 
+# What each column of the launchers' table says about this process.
+_PLACES = {
+    "rank": "this rank, from 0",
+    "size": "number of ranks",
+    "local_rank": "this rank among those of its machine",
+    "local_size": "number of ranks on this machine",
+    "nodes": "number of machines",
+    "node_list": "the machines; rank 0 runs on the first",
+    "job": "tells one job from another",
+}
+
+
+def _from_launchers() -> Iterator[Variable]:
+    meanings: dict[str, str] = {}
+    users: dict[str, list[str]] = {}
+    for launcher in LAUNCHERS:
+        for column, meaning in _PLACES.items():
+            for name in getattr(launcher, column):
+                meanings.setdefault(name, meaning)
+                users.setdefault(name, []).append(launcher.name)
+    for name, meaning in meanings.items():
+        yield Variable(name, f"{meaning} ({', '.join(users[name])})")
+
+
 VARIABLES = (
     Variable(
-        "PYNCCL_LIBRARY",
-        "library to load: nccl, host, or a path; unset: nccl where a GPU is usable, else host",
+        "PYNCCL_LIBRARY", "nccl, host, or a library's path; unset: nccl if a GPU is usable, else host"
     ),
     Variable("PYNCCL_TIMEOUT", "seconds a rank waits for the others in host memory; unset: 600"),
     Variable("PYNCCL_SECRET", "shared secret by which the ranks recognise each other at init", secret=True),
     Variable("PYNCCL_SECRET_FILE", "file (mode 0600) that holds the shared secret"),
     Variable("PYNCCL_INSECURE", "1: serve other machines even with no secret"),
-    Variable("RANK", "this rank, 0 to WORLD_SIZE - 1 (pynccl.launch, torchrun)"),
-    Variable("WORLD_SIZE", "number of ranks"),
-    Variable("LOCAL_RANK", "this rank among those of its machine"),
-    Variable("LOCAL_WORLD_SIZE", "number of ranks on this machine"),
+    Variable("PYNCCL_PORT", "port on which rank 0 listens at init, whatever MASTER_PORT says"),
     Variable("MASTER_ADDR", "host name or address of rank 0"),
-    Variable("MASTER_PORT", "port of rank 0"),
-    Variable("OMPI_COMM_WORLD_RANK", "this rank (Open MPI's mpirun)"),
-    Variable("OMPI_COMM_WORLD_SIZE", "number of ranks (Open MPI's mpirun)"),
-    Variable("OMPI_COMM_WORLD_LOCAL_RANK", "this rank among those of its machine (Open MPI's mpirun)"),
-    Variable("OMPI_COMM_WORLD_LOCAL_SIZE", "number of ranks on this machine (Open MPI's mpirun)"),
-    Variable("PMI_RANK", "this rank (MPICH's mpiexec)"),
-    Variable("PMI_SIZE", "number of ranks (MPICH's mpiexec)"),
-    Variable("MPI_LOCALRANKID", "this rank among those of its machine (MPICH's mpiexec)"),
-    Variable("MPI_LOCALNRANKS", "number of ranks on this machine (MPICH's mpiexec)"),
-    Variable("SLURM_PROCID", "this rank (Slurm's srun)"),
-    Variable("SLURM_NTASKS", "number of ranks (Slurm's srun)"),
-    Variable("SLURM_LOCALID", "this rank among those of its machine (Slurm's srun)"),
+    Variable("MASTER_PORT", "port of rank 0, the first of a few that are tried"),
+    Variable("TORCHELASTIC_USE_AGENT_STORE", "True: torchrun itself listens on MASTER_PORT"),
+    *_from_launchers(),
     Variable("CUDA_VISIBLE_DEVICES", "GPUs this process may use; empty: none (CUDA)"),
-    Variable(
-        "NCCL_HOME", "root folder of an NCCL installation, searched for libnccl after the installed wheels"
-    ),
+    Variable("NCCL_HOME", "root folder of an NCCL installation, searched after the installed wheels"),
     Variable("CUDA_HOME", "root folder of a CUDA toolkit, searched for libnccl after NCCL_HOME"),
     Variable("CUDA_PATH", "the same as CUDA_HOME, searched after it"),
     Variable("LD_LIBRARY_PATH", "folders where the system's loader looks for libnccl"),

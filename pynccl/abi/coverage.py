@@ -48,10 +48,10 @@ def page() -> Iterator[str]:
     release = version_string(NCCL_VERSION_CODE)
     yield f"""\
 pynccl binds all {len(PROTOTYPES)} host functions of `nccl.h` {release}, its enums, constants and structures.
-`pynccl.abi.load()` gives a library whose functions are called by these names. "Since" is the first NCCL release
-with the function (2.3.5 stands for "always"); an older library loads all the same, and only calling what it
-lacks is an error. The host library has every one of these functions; what has no meaning in host memory
-returns `ncclInvalidUsage` there, with a text that says so."""
+`pynccl.abi.load()` gives a library whose functions are called by these names. "Since" is the first NCCL
+release with the function (2.3.5 stands for "always"); an older library loads all the same, and only calling
+what it lacks is an error. The host library has every one of these functions; what has no meaning in host
+memory returns `ncclInvalidUsage` there, with a text that says so."""
     yield ""
     yield from _functions(PROTOTYPES)
     yield "## Host library only"

@@ -32,7 +32,8 @@ class Library:
     """An open library. Its functions are attributes, looked up when first used.
 
     Attributes: ``kind`` ("nccl", "host" or "other"), ``path``, ``version`` (NCCL's version code, such as
-    23203), ``reason`` (why it was chosen, at the first load of this path), ``searched`` ((place, outcome) pairs).
+    23203), ``reason`` (why it was chosen, at the first load of this path) and ``searched``, a (place,
+    outcome) for each place.
     """
 
     def __init__(self, path: str, reason: str = "", searched: Trail = ()) -> None:

@@ -58,6 +58,7 @@ __all__ = [
     "ncclUniqueId",
     "ncclWaitSignalDesc_t",
     "pyncclHostFn_t",
+    "pyncclInterruptCheck_t",
 ]
 
 UNSET, NULL = NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_PTR
@@ -326,6 +327,9 @@ STRUCTS: Mapping[str, type[ctypes.Structure]] = {
 #: The function a host stream calls, ``pyncclStreamLaunchHostFunc``. Keep the object alive until it has run.
 pyncclHostFn_t = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
+#: What a slow wait of the host library asks: anything but 0 ends the waiting call. Keep the object alive.
+pyncclInterruptCheck_t = ctypes.CFUNCTYPE(ctypes.c_int)
+
 _handle = ctypes.c_void_p
 #: C type, without ``const`` -> ctypes type; the functions' argtypes are looked up here.
 #: Pointers to data are plain addresses; pointers to results are typed, so a wrong ``byref`` is a TypeError.
@@ -363,4 +367,5 @@ C_TYPES: Mapping[str, Any] = {
     "ncclUniqueId": ncclUniqueId,
     **{f"{name}*": ctypes.POINTER(struct) for name, struct in STRUCTS.items()},
     "pyncclHostFn_t": pyncclHostFn_t,
+    "pyncclInterruptCheck_t": pyncclInterruptCheck_t,
 }
