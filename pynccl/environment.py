@@ -51,9 +51,7 @@ def _from_launchers() -> Iterator[Variable]:
 
 
 VARIABLES = (
-    Variable(
-        "PYNCCL_LIBRARY", "nccl, host, or a library's path; unset: nccl if a GPU is usable, else host"
-    ),
+    Variable("PYNCCL_LIBRARY", "nccl, host, or a library's path; unset: nccl if a GPU is usable, else host"),
     Variable("PYNCCL_TIMEOUT", "seconds a rank waits for the others in host memory; unset: 600"),
     Variable("PYNCCL_SECRET", "shared secret by which the ranks recognise each other at init", secret=True),
     Variable("PYNCCL_SECRET_FILE", "file (mode 0600) that holds the shared secret"),

@@ -17,15 +17,21 @@ import pytest
 from pynccl.abi import (
     HOST_PROTOTYPES,
     PROTOTYPES,
+    EncryptionMode,
     Gpu,
     Gpus,
     InvalidArgumentError,
+    InvalidUsageError,
     Library,
     LibraryNotFoundError,
     MissingFunctionError,
+    check,
+    coverage,
     driver,
     library,
     load,
+    ncclEncryptionConfig_t,
+    ncclUniqueId,
     version_code,
     version_string,
 )
@@ -377,6 +383,24 @@ def test_the_tables_are_the_host_librarys_own_header(repo: Path) -> None:
     text = (repo / "pynccl" / "host" / "src" / "nccl_abi.h").read_text()
     declared = re.findall(r"^NCCL_API [^(]*?(\w+)\(", text, flags=re.MULTILINE)
     assert sorted(declared) == sorted([*PROTOTYPES, *HOST_PROTOTYPES])
+
+
+def test_what_has_no_meaning_in_host_memory_is_an_error_that_says_so() -> None:
+    lib, uid, comm = load("host"), ncclUniqueId(), ctypes.c_void_p()
+    check(lib, lib.ncclGetUniqueId(ctypes.byref(uid)), "ncclGetUniqueId")
+    check(lib, lib.ncclCommInitRank(ctypes.byref(comm), 1, uid, 0), "ncclCommInitRank")
+    psk = ncclEncryptionConfig_t.initializer(mode=EncryptionMode.PSK, psk="key")
+    arguments = {
+        "ncclCommSuspend": (comm, 1),
+        "ncclCommResume": (comm,),
+        "ncclSetEncryption": (ctypes.byref(psk),),
+    }
+    assert tuple(arguments) == coverage.NO_MEANING_IN_HOST_MEMORY
+    for name, args in arguments.items():
+        handle = comm.value if args[0] is comm else None
+        with pytest.raises(InvalidUsageError, match=f"{name} has no meaning in host memory"):
+            check(lib, getattr(lib, name)(*args), name, comm=handle)
+    check(lib, lib.ncclCommDestroy(comm), "ncclCommDestroy")
 
 
 def test_the_host_library_does_not_stand_in_for_libnccl_in_other_packages() -> None:
