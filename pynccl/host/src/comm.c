@@ -24,6 +24,11 @@ static pthread_mutex_t pool_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct ncclComm *pool;
 static _Atomic unsigned salts;
 
+/* The lock is held across fork(), so that the child finds the pool whole. */
+static void before_fork(void) { pthread_mutex_lock(&pool_lock); }
+static void after_fork(void) { pthread_mutex_unlock(&pool_lock); }
+__attribute__((constructor)) static void survive_fork(void) { pthread_atfork(before_fork, after_fork, after_fork); }
+
 static struct ncclComm *comm_new(void) {
   pthread_mutex_lock(&pool_lock);
   struct ncclComm *comm = pool;
