@@ -1,0 +1,356 @@
+"""Arrays of any library as memory: address, elements, type, layout, and where it lies. Never copies, never casts.
+
+``view(call, role, x)`` is the one way in. It asks the array's *home* (the library it belongs to: NumPy, CuPy, PyTorch,
+or a protocol) and every home is one row of ``_HOMES``. A home also allocates like arrays, which is how default
+outputs come from the array's own library, and knows the current stream of a GPU. This file knows nothing about
+communicators and imports no array library but NumPy: CuPy and PyTorch are looked up when one of their arrays shows up.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from . import dlpack
+from .abi.errors import InvalidArgumentError
+from .elements import ELEMENTS, ElementType, as_bytes
+
+
+@dataclass(slots=True)
+class Buffer:
+    """An array as the library sees it. Valid while ``keep`` lives."""
+
+    array: Any
+    """What the caller passed."""
+    keep: Any
+    """What owns the memory for as long as this buffer is used."""
+    address: int
+    count: int
+    element: ElementType
+    shape: tuple[int, ...]
+    device: int | None
+    """The CUDA device, or None for host memory."""
+    c_order: bool
+    f_order: bool
+    read_only: str
+    """Why the memory must not be written, or an empty string."""
+    home: Home
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.element.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.element.name}, shape {self.shape}"
+
+
+class Home(Protocol):
+    """An array library (or protocol): how its arrays become buffers, and how to make one like another."""
+
+    name: str
+
+    def view(self, call: str, role: str, x: Any) -> Buffer: ...
+
+    def empty(self, like: Buffer, shape: tuple[int, ...]) -> Any: ...
+
+    def current_stream(self, device: int) -> int: ...
+
+
+def view(call: str, role: str, x: Any) -> Buffer:
+    """``x`` as a Buffer. ``call`` and ``role`` ("x", "out") are for the messages.
+
+    Raises TypeError for what is no array, and InvalidArgumentError for an array whose memory cannot be used as it is.
+    """
+    if isinstance(x, np.ndarray):
+        return _NUMPY.view(call, role, x)
+    package = type(x).__module__.partition(".")[0]
+    home = _HOMES.get(package)
+    if home is not None and home.owns(x):
+        return home.view(call, role, x)
+    if isinstance(x, np.generic):
+        raise TypeError(
+            f"{call}: {role} is a NumPy scalar ({type(x).__name__}), which cannot be written; pass np.array({role})"
+        )
+    if hasattr(x, "__cuda_array_interface__"):
+        return _CUDA_INTERFACE.view(call, role, x)
+    if hasattr(x, "__dlpack__"):
+        return _DLPACK.view(call, role, x)
+    if isinstance(x, (bytes, bytearray, memoryview)) or type(x).__module__ in ("array", "mmap"):
+        return _NUMPY.view(call, role, np.asarray(memoryview(x)), array=x)
+    raise TypeError(
+        f"{call}: {role} must be an array (NumPy, CuPy, PyTorch, or anything with DLPack or __cuda_array_interface__), "
+        f"not {type(x).__name__}; make one with np.asarray({role})"
+    )
+
+
+def numpy_element(call: str, role: str, dtype: np.dtype) -> ElementType:
+    """The element type of a NumPy (or CuPy) dtype."""
+    found = _NUMPY_ELEMENTS.get(dtype)
+    if found is None:
+        if dtype.hasobject:
+            raise TypeError(
+                f"{call}: {role} has dtype {dtype}: Python objects cannot be sent as memory; "
+                "use comm.broadcast_object or comm.all_gather_object"
+            )
+        known = ELEMENTS.get(dtype.name) if dtype.isnative else None
+        found = (
+            known
+            if known is not None and known.itemsize == dtype.itemsize
+            else as_bytes(str(dtype), dtype.itemsize)
+        )
+        _NUMPY_ELEMENTS[dtype] = found
+    return found
+
+
+_NUMPY_ELEMENTS: dict[np.dtype, ElementType] = {}
+
+
+def is_contiguous(shape: Sequence[int], strides: Sequence[int] | None, itemsize: int) -> tuple[bool, bool]:
+    """Whether strides (bytes; None = C order) describe C order, and whether they describe Fortran order."""
+    if strides is None:
+        return True, sum(n != 1 for n in shape) <= 1 or 0 in shape
+    if 0 in shape:
+        return True, True
+
+    def packed(order: range) -> bool:
+        step = itemsize
+        for axis in order:
+            if shape[axis] != 1:
+                if strides[axis] != step:
+                    return False
+                step *= shape[axis]
+        return True
+
+    rank = len(shape)
+    return packed(range(rank - 1, -1, -1)), packed(range(rank))
+
+
+class _Numpy:
+    name = "NumPy"
+
+    def owns(self, x: Any) -> bool:
+        return isinstance(x, np.ndarray)
+
+    def view(self, call: str, role: str, x: np.ndarray, array: Any = None) -> Buffer:
+        if isinstance(x, np.ma.MaskedArray):
+            raise TypeError(
+                f"{call}: {role} is a masked array and its mask would be ignored; "
+                f"pass {role}.data or {role}.filled(value)"
+            )
+        flags = x.flags
+        return Buffer(
+            array=x if array is None else array,
+            keep=x,
+            address=x.ctypes.data,
+            count=x.size,
+            element=numpy_element(call, role, x.dtype),
+            shape=x.shape,
+            device=None,
+            c_order=flags.c_contiguous,
+            f_order=flags.f_contiguous,
+            read_only="" if flags.writeable else "it is read-only",
+            home=self,
+        )
+
+    def empty(self, like: Buffer, shape: tuple[int, ...]) -> Any:
+        dtype = like.keep.dtype if isinstance(like.keep, np.ndarray) else _numpy_dtype(like.element)
+        return np.empty(shape, dtype)
+
+    def current_stream(self, device: int) -> int:
+        raise AssertionError("NumPy arrays have no GPU stream")
+
+
+class _Cupy:
+    name = "CuPy"
+
+    def owns(self, x: Any) -> bool:
+        return isinstance(x, _module("cupy").ndarray)
+
+    def view(self, call: str, role: str, x: Any) -> Buffer:
+        flags = x.flags
+        return Buffer(
+            array=x,
+            keep=x,
+            address=x.data.ptr,
+            count=x.size,
+            element=numpy_element(call, role, x.dtype),
+            shape=x.shape,
+            device=x.data.device_id,
+            c_order=flags.c_contiguous,
+            f_order=flags.f_contiguous,
+            read_only="",
+            home=self,
+        )
+
+    def empty(self, like: Buffer, shape: tuple[int, ...]) -> Any:
+        cupy = cupy_module("allocating an output on the GPU")
+        dtype = like.keep.dtype if self.owns(like.keep) else _numpy_dtype(like.element)
+        with cupy.cuda.Device(like.device):
+            return cupy.empty(shape, dtype)
+
+    def current_stream(self, device: int) -> int:
+        return _module("cupy").cuda.get_current_stream(device).ptr
+
+
+class _Torch:
+    name = "PyTorch"
+
+    def owns(self, x: Any) -> bool:
+        return isinstance(x, _module("torch").Tensor)
+
+    def view(self, call: str, role: str, x: Any) -> Buffer:
+        if x.is_sparse or x.is_quantized:
+            raise TypeError(
+                f"{call}: {role} is a sparse or quantized tensor; pass a dense one ({role}.to_dense())"
+            )
+        if x.device.type not in ("cpu", "cuda"):
+            raise InvalidArgumentError(
+                f"{call}: {role} is on {x.device}; only CPU and CUDA memory can be used"
+            )
+        if x.is_conj() or x.is_neg():
+            raise InvalidArgumentError(
+                f"{call}: {role} is a lazily conjugated or negated view; pass {role}.resolve_conj().resolve_neg()"
+            )
+        itemsize = x.element_size()
+        name = str(x.dtype).removeprefix("torch.")
+        shape = tuple(x.shape)
+        c_order, f_order = is_contiguous(shape, [step * itemsize for step in x.stride()], itemsize)
+        return Buffer(
+            array=x,
+            keep=x,
+            address=x.data_ptr(),
+            count=x.numel(),
+            element=ELEMENTS.get(name) or as_bytes(name, itemsize),
+            shape=shape,
+            device=x.device.index if x.device.type == "cuda" else None,
+            c_order=c_order,
+            f_order=f_order,
+            read_only=f"it requires grad; pass {role}.detach()" if x.requires_grad else "",
+            home=self,
+        )
+
+    def empty(self, like: Buffer, shape: tuple[int, ...]) -> Any:
+        return _module("torch").empty(shape, dtype=like.array.dtype, device=like.array.device)
+
+    def current_stream(self, device: int) -> int:
+        return _module("torch").cuda.current_stream(device).cuda_stream
+
+
+class _CudaArrayInterface:
+    """Any object with ``__cuda_array_interface__`` (Numba and others). New arrays and streams come from CuPy."""
+
+    name = "__cuda_array_interface__"
+
+    def owns(self, x: Any) -> bool:
+        return hasattr(x, "__cuda_array_interface__")
+
+    def view(self, call: str, role: str, x: Any) -> Buffer:
+        described = x.__cuda_array_interface__
+        if described.get("mask") is not None:
+            raise TypeError(f"{call}: {role} has a mask, which would be ignored; pass its data alone")
+        dtype = np.dtype(described["typestr"])
+        shape = tuple(described["shape"])
+        address, read_only = described["data"]
+        c_order, f_order = is_contiguous(shape, described.get("strides"), dtype.itemsize)
+        return Buffer(
+            array=x,
+            keep=x,
+            address=address or 0,
+            count=int(np.prod(shape, dtype=np.int64)),
+            element=numpy_element(call, role, dtype),
+            shape=shape,
+            device=_device_of(address or 0),
+            c_order=c_order,
+            f_order=f_order,
+            read_only="its __cuda_array_interface__ says read-only" if read_only else "",
+            home=self,
+        )
+
+    def empty(self, like: Buffer, shape: tuple[int, ...]) -> Any:
+        return _CUPY.empty(like, shape)
+
+    def current_stream(self, device: int) -> int:
+        return cupy_module("finding the current stream").cuda.get_current_stream(device).ptr
+
+
+class _Dlpack:
+    """Any object with ``__dlpack__`` (JAX and others). New arrays come from NumPy or CuPy."""
+
+    name = "DLPack"
+
+    def owns(self, x: Any) -> bool:
+        return hasattr(x, "__dlpack__")
+
+    def view(self, call: str, role: str, x: Any) -> Buffer:
+        tensor = dlpack.read(call, role, x)
+        c_order, f_order = is_contiguous(tensor.shape, tensor.strides, tensor.itemsize)
+        read_only = "its exporter says read-only" if tensor.read_only else ""
+        if type(x).__module__.startswith("jax"):
+            read_only = "JAX arrays are immutable"
+        return Buffer(
+            array=x,
+            keep=(x, tensor.capsule),
+            address=tensor.address,
+            count=tensor.count,
+            element=ELEMENTS.get(tensor.dtype) or as_bytes(tensor.dtype, tensor.itemsize),
+            shape=tensor.shape,
+            device=tensor.device,
+            c_order=c_order,
+            f_order=f_order,
+            read_only=read_only,
+            home=self,
+        )
+
+    def empty(self, like: Buffer, shape: tuple[int, ...]) -> Any:
+        return (_NUMPY if like.device is None else _CUPY).empty(like, shape)
+
+    def current_stream(self, device: int) -> int:
+        return _CUDA_INTERFACE.current_stream(device)
+
+
+_NUMPY = _Numpy()
+_CUPY = _Cupy()
+_TORCH = _Torch()
+_CUDA_INTERFACE = _CudaArrayInterface()
+_DLPACK = _Dlpack()
+# By the top-level package of the array's class; classes of other packages come in by the protocol they implement.
+_HOMES: dict[str, Any] = {"cupy": _CUPY, "torch": _TORCH}
+
+# Homes whose allocator hands freed memory out again in the order of the current stream: memory used on that stream
+# needs no keeping, exactly as for the library's own kernels.
+STREAM_ORDERED: tuple[Any, ...] = (_CUPY, _TORCH)
+
+
+def cupy_module(purpose: str) -> Any:
+    """CuPy, imported now; an error that names the package to install when there is none."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(
+            f"{purpose} needs CuPy: pip install cupy-cuda12x (or cupy-cuda13x)", name="cupy"
+        ) from error
+    return cupy
+
+
+def _module(name: str) -> Any:
+    """An array library that is imported already: an array of it is in our hands."""
+    return sys.modules[name]
+
+
+def _numpy_dtype(element: ElementType) -> np.dtype:
+    if element.name == "bfloat16" or element.name.startswith("float8"):
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, element.name))
+    return np.dtype(element.name)
+
+
+def _device_of(address: int) -> int:
+    cupy = cupy_module("finding the device of an array with __cuda_array_interface__")
+    if address == 0:
+        return int(cupy.cuda.runtime.getDevice())
+    return int(cupy.cuda.runtime.pointerGetAttributes(address).device)

@@ -1,0 +1,337 @@
+"""The collectives and point-to-point calls of a Communicator. All of them go through ``_run`` and ``issue``.
+
+The signatures are written out for readers and editors; what each call does to shapes, ranks and memory is a row of
+``operations.OPERATIONS``, and the checks are ``operations.plan``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from . import gpu
+from .abi.library import Library
+from .arrays import STREAM_ORDERED, numpy_element
+from .config import algorithm_config
+from .elements import ELEMENTS, ReduceOp, operation_name
+from .flight import gpu_flight
+from .group import Deferred
+from .operations import OPERATIONS, Operation, Place, Plan, check_rank, plan, plan_message
+from .prepared import Prepared
+from .premul import PreMulSum
+from .streams import Stream, gpu_stream, host_stream
+from .threadstate import current
+
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE, ALL_TO_ALL, GATHER, SCATTER = OPERATIONS.values()
+
+_ndarray = np.ndarray
+_address = ctypes.addressof
+# A ctypes view of no bytes: the cheapest way to the address of writable C-contiguous memory (0.2 us; ndarray.ctypes
+# takes 1 us). It refuses everything else, so it is also the check of both.
+_view = (ctypes.c_char * 0).from_buffer
+
+
+class Collectives:
+    """What a Communicator does with data."""
+
+    library: Library
+    rank: int
+    size: int
+    on_gpu: bool
+    place: Place
+    _handle: int | None
+    check_open: Any
+    fail: Any
+    settle: Any
+
+    # --- collectives ---------------------------------------------------------------------------------------------
+    # Common to all: `x` and `out` are arrays of any library, contiguous, never copied or cast. `stream` is where the
+    # call runs (GPU: default the array library's current stream; host memory: a pynccl.Stream, or None to wait).
+    # `algorithm` is one of NCCL's, such as "ring" or "tree,ring", the same on every rank.
+
+    def all_reduce(
+        self, x: Any, out: Any = None, op: Any = "sum", *, stream: Any = None, algorithm: str | None = None
+    ) -> Any:
+        """Combine ``x`` of all ranks by ``op``; every rank gets the result.
+
+        ``out`` (default ``x`` itself) has the shape and dtype of ``x``, and is returned. ``op`` is "sum", "prod",
+        "max", "min", "avg" or a ``premul_sum``; booleans take "max" (or) and "min" (and), complex numbers "sum" and
+        "avg". TypeError or InvalidArgumentError for what cannot be done; NcclError when the call fails.
+
+        >>> comm.all_reduce(np.full(4, comm.rank, "f4"))       # doctest: +SKIP
+        """
+        # The quick path for small host arrays: the same checks, by other means, for the call that hot loops make.
+        if type(x) is _ndarray and out is None and stream is None and algorithm is None and not current.busy:
+            codes = self._quick.get(op)
+            if codes is not None and (types := codes.get(x.dtype)) is not None:
+                try:
+                    address = _address(_view(x))
+                except (TypeError, ValueError):
+                    pass  # not writable or not in C order: `plan` accepts it or says what is wrong
+                else:
+                    code = self._all_reduce(address, address, x.size, *types, self._handle, None)
+                    if code:
+                        self.settle(code, "all_reduce (ncclAllReduce)", x)
+                    return x
+        return self._run(ALL_REDUCE, x, out, op, None, stream, algorithm)
+
+    def all_gather(self, x: Any, out: Any = None, *, stream: Any = None, algorithm: str | None = None) -> Any:
+        """Every rank gets ``x`` of all ranks, in rank order: (k, ...) gives (size * k, ...), a scalar gives (size,).
+
+        ``out``, if given, has size times the elements of ``x``; ``x`` may be this rank's block of it (in place).
+        """
+        return self._run(ALL_GATHER, x, out, None, None, stream, algorithm)
+
+    def reduce_scatter(
+        self, x: Any, out: Any = None, op: Any = "sum", *, stream: Any = None, algorithm: str | None = None
+    ) -> Any:
+        """Combine ``x`` of all ranks by ``op``; rank r gets block r of the result: (size * k, ...) gives (k, ...).
+
+        ``out``, if given, has 1/size of the elements; it may be this rank's block of ``x`` (in place).
+        """
+        return self._run(REDUCE_SCATTER, x, out, op, None, stream, algorithm)
+
+    def broadcast(
+        self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, algorithm: str | None = None
+    ) -> Any:
+        """Every rank gets the root's ``x``, in ``x`` itself or in ``out`` (then ``x`` may be None off the root)."""
+        return self._run(BROADCAST, x, out, None, root, stream, algorithm)
+
+    def reduce(
+        self,
+        x: Any,
+        root: int = 0,
+        out: Any = None,
+        op: Any = "sum",
+        *,
+        stream: Any = None,
+        algorithm: str | None = None,
+    ) -> Any:
+        """Combine ``x`` of all ranks by ``op``; the root gets the result, in ``x`` itself or in ``out``.
+
+        Returns it on the root and None elsewhere, where ``x`` stays as it is and ``out`` is not used.
+        """
+        return self._run(REDUCE, x, out, op, root, stream, algorithm)
+
+    def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None, algorithm: str | None = None) -> Any:
+        """Block j of ``x`` goes to rank j, which finds it as block r of its result, r being this rank.
+
+        ``x`` and ``out`` are (size * k, ...) and must not overlap.
+        """
+        return self._run(ALL_TO_ALL, x, out, None, None, stream, algorithm)
+
+    def gather(
+        self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, algorithm: str | None = None
+    ) -> Any:
+        """The root gets ``x`` of all ranks as in ``all_gather``. Returns None elsewhere, where ``out`` is not used."""
+        return self._run(GATHER, x, out, None, root, stream, algorithm)
+
+    def scatter(
+        self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, algorithm: str | None = None
+    ) -> Any:
+        """Rank r gets block r of the root's ``x``: (size * k, ...) gives (k, ...).
+
+        Off the root ``x`` is not read: pass None and ``out``, or an array of the root's shape to size the result.
+        """
+        return self._run(SCATTER, x, out, None, root, stream, algorithm)
+
+    # --- point to point ------------------------------------------------------------------------------------------
+
+    def send(self, x: Any, peer: int, *, stream: Any = None) -> None:
+        """Send ``x`` to rank ``peer``, which receives as many elements of the same dtype.
+
+        Sends and receives that depend on each other belong in one ``pynccl.group()``; so does a message to oneself.
+        """
+        self._message("send", "ncclSend", x, peer, stream, writes=False)
+
+    def recv(self, x: Any, peer: int, *, stream: Any = None) -> Any:
+        """Receive into ``x`` from rank ``peer``; returns ``x``."""
+        return self._message("recv", "ncclRecv", x, peer, stream, writes=True)
+
+    def barrier(self, *, stream: Any = None) -> None:
+        """Return when every rank has called it (on a GPU: after waiting for the stream)."""
+        self._once("barrier", stream)
+        if self.on_gpu:
+            gpu.synchronize(gpu.current_stream() if stream is None else gpu_stream("barrier", stream))
+        elif (queue := host_stream("barrier", self.library, stream)) is not None and current.group is None:
+            queue.synchronize()
+
+    # --- for hot loops, and operations of the user ---------------------------------------------------------------
+
+    def prepare(
+        self,
+        call: str,
+        x: Any,
+        *,
+        out: Any = None,
+        op: Any = "sum",
+        root: int = 0,
+        stream: Any = None,
+        algorithm: str | None = None,
+    ) -> Prepared:
+        """A collective (by name) checked and marshalled once, to be called many times with the same arrays.
+
+        The arrays are kept alive; what they hold may change between calls, their memory may not. ``stream=None`` is
+        the stream that is current now. Returns a callable that returns the collective's result.
+
+        >>> step = comm.prepare("all_reduce", gradients)       # doctest: +SKIP
+        >>> for batch in batches: compute(batch, gradients); step()      # doctest: +SKIP
+        """
+        what = OPERATIONS.get(call)
+        if what is None:
+            raise ValueError(f"prepare: {call!r} is not a collective; use one of {', '.join(OPERATIONS)}")
+        self.check_open(f"prepare({call!r})")
+        planned = self._plan(what, x, out, op, root)
+        function, arguments = self._call(what, planned, root if what.rooted else None, algorithm)
+        queue, handle, hold = self._where(what.name, stream, planned)
+        prepared = Prepared(self, what, function, (*arguments, handle), planned, queue, hold)
+        self._prepared.add(prepared)
+        return prepared
+
+    def premul_sum(self, scalar: Any, dtype: Any = "float32") -> PreMulSum:
+        """An ``op`` that multiplies this rank's data by ``scalar`` and then sums, for arrays of ``dtype``.
+
+        Each rank may have its own factor. Free it with ``destroy()`` or a ``with`` block, or leave it to the end of
+        the communicator.
+        """
+        self.check_open("premul_sum")
+        return PreMulSum(self, scalar, dtype)  # type: ignore[arg-type]
+
+    # --- the one path --------------------------------------------------------------------------------------------
+
+    def _run(
+        self, what: Operation, x: Any, out: Any, op: Any, root: int | None, stream: Any, algorithm: str | None
+    ) -> Any:
+        self.check_open(what.name)
+        planned = self._plan(what, x, out, op, root)
+        function, arguments = self._call(what, planned, root, algorithm)
+        self.issue(f"{what.name} ({function})", function, arguments, stream, planned)
+        return planned.result
+
+    def _message(self, call: str, function: str, x: Any, peer: int, stream: Any, *, writes: bool) -> Any:
+        self.check_open(call)
+        peer = check_rank(call, "peer", peer, self.size)
+        planned = plan_message(call, x, self.place, writes=writes)
+        arguments = (planned.send, planned.count, planned.dtype, peer, self._handle)
+        self.issue(f"{call} ({function})", function, arguments, stream, planned)
+        return planned.result if writes else None
+
+    def issue(self, call: str, function: str, arguments: tuple[Any, ...], stream: Any, planned: Plan) -> None:
+        """Make the library's call now or with the group, on the right stream, and keep its arrays alive in flight.
+
+        ``arguments`` are those before the stream and, as a last element of type ncclCollConfig_t, one after it.
+        """
+        queue, handle, hold = self._where(call, stream, planned)
+        made = getattr(self.library, function)
+        if function.endswith("Config"):
+            *arguments_, config = arguments
+            complete = (*arguments_, handle, ctypes.byref(config))
+        else:
+            complete = (*arguments, handle)
+        keep = tuple([buffer.keep for buffer in planned.buffers])
+
+        def done(code: int) -> None:
+            if code:
+                self.settle(code, call, keep)
+            if queue is not None:
+                queue.flight.hold(keep)
+            elif hold:
+                gpu_flight.hold(handle or 0, keep)
+
+        if current.group is not None:
+            current.group.add(
+                Deferred(self.library, self, call, lambda: made(*complete), done, (keep, arguments))  # type: ignore[arg-type]
+            )
+            return
+        code = made(*complete)
+        if code or queue is not None or hold:
+            done(code)
+
+    def _plan(self, what: Operation, x: Any, out: Any, op: Any, root: int | None) -> Plan:
+        if what.rooted:
+            root = check_rank(what.name, "root", root, self.size)
+        if what.reduces:
+            if isinstance(op, PreMulSum):
+                self._check_mine(what.name, op)
+            else:
+                op = operation_name(what.name, op)
+        return plan(what, x, out, op, root, self.place)
+
+    def _call(
+        self, what: Operation, planned: Plan, root: int | None, algorithm: str | None
+    ) -> tuple[str, tuple[Any, ...]]:
+        """The library's function, and its arguments without the stream (its configuration, if any, comes last)."""
+        arguments: list[Any] = [planned.send, planned.recv, planned.count, planned.dtype]
+        if what.reduces:
+            arguments.append(planned.op)
+        if what.rooted:
+            arguments.append(root)
+        arguments.append(self._handle)
+        if algorithm is None:
+            return what.function, tuple(arguments)
+        config = self._algorithms.get(algorithm)
+        if config is None:
+            config = algorithm_config(what.name, self.library, what.config_function, algorithm)
+            self._algorithms[algorithm] = config
+        return what.config_function, (*arguments, config)
+
+    def _where(self, call: str, stream: Any, planned: Plan) -> tuple[Stream | None, int | None, bool]:
+        """The host stream, the handle to pass, and whether arrays must be held by an event of a CUDA stream."""
+        if not self.on_gpu:
+            queue = host_stream(call, self.library, stream)
+            return queue, queue.handle if queue is not None else None, False
+        home, device = planned.buffers[0].home, planned.buffers[0].device
+        assert device is not None
+        ordinary = home.current_stream(device)
+        handle = ordinary if stream is None else gpu_stream(call, stream)
+        owned_elsewhere = any(buffer.home not in STREAM_ORDERED for buffer in planned.buffers)
+        return None, handle, handle != ordinary or owned_elsewhere
+
+    def _check_mine(self, call: str, op: PreMulSum) -> None:
+        from .abi.errors import InvalidArgumentError
+
+        if op.comm is not self:
+            raise InvalidArgumentError(
+                f"{call}: op belongs to {op.comm!r}; make one with this communicator's premul_sum"
+            )
+
+    def _once(self, call: str, stream: Any) -> None:
+        self.check_open(call)
+        if self._token is None:
+            self._token = gpu.empty(1, "uint8") if self.on_gpu else np.zeros(1, "uint8")
+        planned = plan(ALL_REDUCE, self._token, None, ReduceOp.MAX, None, self.place)
+        function, arguments = self._call(ALL_REDUCE, planned, None, None)
+        self.issue(f"{call} ({function})", function, arguments, stream, planned)
+
+    def _reset_calls(self) -> None:
+        self._quick: dict[Any, dict[np.dtype, tuple[int, int]]] = {}
+        self._algorithms: dict[str, Any] = {}
+        self._token: Any = None
+
+    def _open_calls(self) -> None:
+        """The communicator lives: fill what the quick path looks up (nothing on GPUs: it is for host memory)."""
+        self._all_reduce = self.library.ncclAllReduce
+        if self.library.kind == "host":
+            self._quick = _QUICK
+
+    _prepared: Any
+
+
+def _quick_table() -> dict[Any, dict[np.dtype, tuple[int, int]]]:
+    """operation -> native dtype -> (data type, operation), for the types that are one library element."""
+    table: dict[Any, dict[np.dtype, tuple[int, int]]] = {op.value: {} for op in ReduceOp}
+    for name, element in ELEMENTS.items():
+        try:
+            dtype = np.dtype(name)
+        except TypeError:
+            continue  # one of ml_dtypes', whose arrays have no buffer interface
+        assert numpy_element("all_reduce", "x", dtype) is element
+        if element.reduces_as is not None and element.reduce_lanes == 1:
+            for op, code in element.reductions.items():
+                table[op][dtype] = int(element.reduces_as), int(code)
+    return table
+
+
+_QUICK = _quick_table()

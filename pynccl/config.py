@@ -1,0 +1,97 @@
+"""Unique ids and the two configuration structures, from plain Python values."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+from .abi.errors import InvalidArgumentError, MissingFunctionError, check
+from .abi.library import Library, load
+from .abi.types import ncclCollConfig_t, ncclConfig_t, ncclUniqueId
+
+SIZE = ctypes.sizeof(ncclUniqueId)
+
+
+class UniqueId:
+    """The 128 bytes that name a communicator before it exists. Make one on one rank, hand it to all the others.
+
+    ``bytes(uid)`` and ``UniqueId.from_bytes`` carry it anywhere, as does pickle. It is a secret of the job: on NCCL it
+    holds the address that ranks connect to.
+    """
+
+    __slots__ = ("_data",)
+
+    def __init__(self, data: bytes) -> None:
+        if len(data) != SIZE:
+            raise InvalidArgumentError(f"UniqueId: {len(data)} bytes; a unique id has {SIZE}")
+        self._data = bytes(data)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> UniqueId:
+        """The id that ``bytes(uid)`` was taken from. InvalidArgumentError unless it is 128 bytes."""
+        return cls(data)
+
+    def as_struct(self) -> ncclUniqueId:
+        return ncclUniqueId.from_buffer_copy(self._data)
+
+    def __bytes__(self) -> bytes:
+        return self._data
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UniqueId) and self._data == other._data
+
+    def __hash__(self) -> int:
+        return hash(self._data)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UniqueId, (self._data,)
+
+    def __repr__(self) -> str:
+        return f"<UniqueId {hash(self._data) & 0xFFFFFFFF:08x}>"
+
+
+def get_unique_id(library: str | Library | None = None) -> UniqueId:
+    """A new unique id, made by ``library`` (see ``pynccl.abi.load``); every rank must use the same kind of library."""
+    lib = load(library)
+    made = ncclUniqueId()
+    check(lib, lib.ncclGetUniqueId(ctypes.byref(made)), "get_unique_id (ncclGetUniqueId)")
+    return UniqueId(bytes(made))
+
+
+def communicator_config(
+    config: Mapping[str, Any] | ncclConfig_t | None, *, name: str | None, polled: bool
+) -> ncclConfig_t | None:
+    """``config`` as NCCL's structure; None when nothing is set. Field names are those of ``ncclConfig_t``.
+
+    ``polled`` asks for a non-blocking communicator, unless the config says itself which one it wants.
+    """
+    if isinstance(config, ncclConfig_t):
+        return config
+    fields = dict(config or {})
+    if name is not None:
+        fields.setdefault("commName", name)
+    if polled:
+        fields.setdefault("blocking", 0)
+    if not fields:
+        return None
+    return ncclConfig_t.initializer(
+        **{key: int(value) if isinstance(value, bool) else value for key, value in fields.items()}
+    )
+
+
+def is_blocking(config: ncclConfig_t | None) -> bool:
+    return config is None or config.blocking != 0
+
+
+def algorithm_config(call: str, library: Library, function: str, algorithm: str) -> ncclCollConfig_t:
+    """The per-call configuration that allows only ``algorithm`` ("ring", "tree,ring", "^nvls")."""
+    if not isinstance(algorithm, str):
+        raise TypeError(f"{call}: algorithm must be a string such as 'ring', not {type(algorithm).__name__}")
+    if not library.has(function):
+        raise MissingFunctionError(
+            f"{call}: algorithm={algorithm!r} needs {function}, which NCCL has since 2.31; the loaded library is "
+            f"{library.version_string} ({library.path}): use a newer one, or leave algorithm out",
+            call=function,
+        )
+    return ncclCollConfig_t.initializer(algSelection=algorithm)

@@ -1,0 +1,158 @@
+"""Communicators made from communicators: split, shrink and grow."""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from .abi.errors import InvalidArgumentError
+from .abi.library import load
+from .config import UniqueId
+from .operations import check_rank
+
+if TYPE_CHECKING:
+    from .communicator import Communicator, Config
+
+_NO_COLOR = -1
+
+
+class Derivation:
+    """The calls of a Communicator that give another Communicator. Those of one parent are made by all its ranks."""
+
+    def split(
+        self: Any, color: int | None, key: int = 0, *, config: Config = None, name: str | None = None
+    ) -> Communicator | None:
+        """Ranks of one ``color`` (0 or more) form a communicator, ordered by ``key`` and then by their rank here.
+
+        ``color=None`` takes part and joins none: the result is None. Every rank calls it.
+        """
+        call = "split (ncclCommSplit)"
+        self.check_open(call)
+        number = _NO_COLOR if color is None else operator.index(color)
+        if color is not None and number < 0:
+            raise InvalidArgumentError(
+                f"split: color={color} must be 0 or more, or None to join no communicator"
+            )
+        child = _child(self, name, config)
+
+        def make(box: Any) -> int:
+            given = child._config
+            pointer = ctypes.byref(given) if given is not None else None
+            return self.library.ncclCommSplit(self._handle, number, operator.index(key), box, pointer)
+
+        child._create(call, make)
+        if color is None:
+            child._end("not made: this rank has no color")
+            return None
+        return child
+
+    def shrink(
+        self: Any,
+        exclude: Iterable[int],
+        *,
+        abort: bool = False,
+        config: Config = None,
+        name: str | None = None,
+    ) -> Communicator:
+        """A communicator of all ranks but those in ``exclude``, in the same order; only the others call it.
+
+        ``abort=True`` first ends calls that still run on this communicator, for example because a rank died in them.
+        """
+        call = "shrink (ncclCommShrink)"
+        self.check_open(call)
+        ranks = sorted({check_rank("shrink", "exclude", rank, self.size) for rank in exclude})
+        if not ranks:
+            raise InvalidArgumentError("shrink: exclude is empty; name at least one rank, or use split")
+        if self.rank in ranks:
+            raise InvalidArgumentError(
+                f"shrink: rank {self.rank} excludes itself; only ranks that stay call shrink"
+            )
+        child = _child(self, name, config)
+        excluded = (ctypes.c_int * len(ranks))(*ranks)
+
+        def make(box: Any) -> int:
+            given = child._config
+            pointer = ctypes.byref(given) if given is not None else None
+            return self.library.ncclCommShrink(self._handle, excluded, len(ranks), box, pointer, int(abort))
+
+        child._create(call, make)
+        return child
+
+    def growth_id(self: Any) -> UniqueId:
+        """The id that new ranks ``join`` with and that this rank, alone of the old ones, passes to ``grow``."""
+        from .abi.types import ncclUniqueId
+
+        self.check_open("growth_id")
+        made = ncclUniqueId()
+        self.settle(
+            self.library.ncclCommGetUniqueId(self._handle, ctypes.byref(made)),
+            "growth_id (ncclCommGetUniqueId)",
+        )
+        return UniqueId(bytes(made))
+
+    def grow(
+        self: Any,
+        nranks: int,
+        unique_id: UniqueId | None = None,
+        *,
+        config: Config = None,
+        name: str | None = None,
+    ) -> Communicator:
+        """A communicator of ``nranks``: all ranks of this one, with their ranks, and new ones that ``join``.
+
+        The rank that made the id with ``growth_id`` passes it, the others pass None.
+        """
+        call = "grow (ncclCommGrow)"
+        self.check_open(call)
+        if operator.index(nranks) <= self.size:
+            raise InvalidArgumentError(
+                f"grow: nranks={nranks} must be more than the {self.size} ranks there are"
+            )
+        child = _child(self, name, config)
+        uid = unique_id.as_struct() if unique_id is not None else None
+        child._create(call, _grow(child, self._handle, nranks, uid, -1))
+        return child
+
+    @classmethod
+    def join(
+        cls: Any,
+        nranks: int,
+        unique_id: UniqueId,
+        rank: int,
+        *,
+        config: Config = None,
+        library: Any = None,
+        timeout: float | None = None,
+        name: str | None = None,
+    ) -> Communicator:
+        """Become rank ``rank`` of a communicator that is growing to ``nranks`` (see ``growth_id`` and ``grow``)."""
+        rank = check_rank("join", "rank", rank, nranks)
+        comm = cls.__new__(cls)
+        comm._prepare_to_live(load(library), timeout, name, config)
+        comm.rank, comm.size = rank, nranks
+        comm._create("join (ncclCommGrow)", _grow(comm, None, nranks, unique_id.as_struct(), rank))
+        return comm
+
+
+def _child(parent: Any, name: str | None, config: Config) -> Any:
+    """A communicator to be, with its parent's library and limits; it inherits the parent's config unless given one."""
+    child = type(parent).__new__(type(parent))
+    child._prepare_to_live(parent.library, parent._timeout, name, config)
+    if config is None and name is None:
+        child._config, child._blocking = None, parent._blocking
+        child._waits_by_itself = parent._waits_by_itself
+    child.rank, child.size = -1, 0  # known when it is made
+    child._parent = parent
+    return child
+
+
+def _grow(child: Any, parent: int | None, nranks: int, uid: Any, rank: int) -> Any:
+    def make(box: Any) -> int:
+        given = child._config
+        config = ctypes.byref(given) if given is not None else None
+        pointer = ctypes.byref(uid) if uid is not None else None
+        return child.library.ncclCommGrow(parent, nranks, pointer, rank, box, config)
+
+    return make

@@ -1,0 +1,136 @@
+"""Groups: calls that are started together, so that sends and receives cannot wait for each other.
+
+Why the calls are collected in Python and not given to the library as they come: NCCL has no way to cancel a group.
+After ``ncclGroupStart`` an exception in the caller's code would leave a choice between ``ncclGroupEnd``, which starts
+half a group that the other ranks never match, and no ``ncclGroupEnd``, which swallows every later call of the thread.
+(``ncclGroupSimulateEnd`` discards, but only since 2.22, and it may connect to peers first.) So inside ``with group()``
+each call is checked and marshalled as always, and kept; leaving the block normally makes all of them between
+``ncclGroupStart`` and ``ncclGroupEnd``; leaving it by an exception forgets them, and the library never knew.
+If the library itself refuses one of the calls, ``ncclGroupEnd`` discards the group and reports the error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from . import interrupts
+from .abi.errors import InvalidUsageError, check
+from .abi.library import Library
+from .abi.types import ncclSimInfo_t
+from .threadstate import current
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+
+class Deferred(NamedTuple):
+    """One call of a group. ``function`` makes it and returns the code; ``done`` follows the group's success."""
+
+    library: Library
+    comm: Communicator | None
+    name: str
+    function: Callable[[], int]
+    done: Callable[[int], None]
+    keep: Any
+    """What must live until the call is made and, by ``done``, until it is finished."""
+
+
+class Group:
+    """The calls collected so far. ``estimated_time`` (microseconds) is there after a simulated group, per library."""
+
+    def __init__(self, outer: Group | None, simulate: bool) -> None:
+        self.outer, self.simulate = outer, simulate
+        self.calls: list[Deferred] = []
+        self.estimated_time: float | None = None
+
+    def add(self, call: Deferred) -> None:
+        self.calls.append(call)
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+
+@contextmanager
+def group(*, simulate: bool = False) -> Iterator[Group]:
+    """Start all communication calls made in this block, in this thread, together when the block ends.
+
+    Needed for sends and receives that depend on each other, for several communicators driven by one thread, and to
+    fuse many small calls. Outputs are valid after the block (on a stream: after the stream). Blocks may be nested; the
+    outermost one starts the calls. An exception in the block starts nothing, and the communicators stay usable.
+
+    With ``simulate=True`` nothing is started at all: the library only estimates the time (``ncclGroupSimulateEnd``).
+
+    >>> with pynccl.group():                                  # doctest: +SKIP
+    ...     comm.send(x, (comm.rank + 1) % comm.size)
+    ...     comm.recv(y, (comm.rank - 1) % comm.size)
+    """
+    outer = current.group
+    if outer is not None and simulate:
+        raise InvalidUsageError(
+            "group: simulate=True inside another group; simulate the outermost group instead"
+        )
+    opened = Group(outer, simulate)
+    current.set_group(opened)
+    try:
+        yield opened
+    finally:
+        current.set_group(outer)
+    if outer is not None:
+        outer.calls.extend(opened.calls)
+    else:
+        _start(opened)
+
+
+def _start(opened: Group) -> None:
+    by_library: dict[int, list[Deferred]] = {}
+    for call in opened.calls:
+        by_library.setdefault(id(call.library), []).append(call)
+    for calls in by_library.values():
+        code = _start_on(calls[0].library, calls, opened)
+        if not opened.simulate:
+            for call in calls:
+                call.done(code)
+
+
+def _start_on(library: Library, calls: list[Deferred], opened: Group) -> int:
+    """Make the calls of one library between GroupStart and GroupEnd; the code of GroupEnd (success or in progress)."""
+    for call in calls:
+        if call.comm is not None:
+            call.comm.check_open(call.name)  # before GroupStart: an error here must start nothing
+    check(library, library.ncclGroupStart(), "group (ncclGroupStart)")
+    failed: tuple[Deferred, int] | None = None
+    ended = False
+    try:
+        for call in calls:
+            code = call.function()
+            if code not in (0, 7):
+                failed = call, code
+                break
+        ended = True
+        if opened.simulate and failed is None:
+            info = ncclSimInfo_t.initializer()
+            code = library.ncclGroupSimulateEnd(ctypes.byref(info))
+            opened.estimated_time = info.estimatedTime
+        else:
+            code = library.ncclGroupEnd()
+    finally:
+        if not ended:  # a signal handler raised between two calls
+            library.ncclGroupEnd()
+    if failed is not None:
+        call, code = failed
+        if call.comm is not None:
+            call.comm.fail(code, call.name)
+        interrupts.reraise()
+        check(library, code, call.name)
+    if code not in (0, 7):
+        interrupts.reraise()
+        comms = {id(call.comm): call.comm for call in calls if call.comm is not None}
+        only = next(iter(comms.values())) if len(comms) == 1 else None
+        names = ", ".join(dict.fromkeys(call.name for call in calls))
+        if only is not None:
+            only.fail(code, f"group of {names} (ncclGroupEnd)")
+        check(library, code, f"group of {names} (ncclGroupEnd)")
+    return code

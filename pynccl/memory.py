@@ -1,0 +1,263 @@
+"""Memory that the library knows: allocation, registration, windows, and the one-sided calls on windows."""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+import os
+import weakref
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import arrays, gpu
+from .abi.errors import InvalidArgumentError, InvalidUsageError, check
+from .abi.library import Library
+from .abi.types import ncclWaitSignalDesc_t
+from .arrays import Buffer
+from .operations import Place, Plan, check_rank, moved_as, view_in_place
+from .premul import numpy_dtype
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
+_ALIGNMENT = 4096  # NCCL_WIN_REQUIRED_ALIGNMENT
+
+
+class Registered:
+    """Memory registered with a communicator. Ends by ``destroy``, a ``with`` block, or with the communicator."""
+
+    _what, _undo = "register", "ncclCommDeregister"
+
+    def __init__(self, comm: Communicator, buffer: Buffer, handle: int | None) -> None:
+        self.comm, self.buffer, self._handle = comm, buffer, handle
+        comm.own(self)
+
+    @property
+    def array(self) -> Any:
+        return self.buffer.array
+
+    @property
+    def handle(self) -> int:
+        """The library's handle. InvalidUsageError once it has ended."""
+        if self._handle is None:
+            raise InvalidUsageError(f"{self._what}: this registration has ended; register the array again")
+        return self._handle
+
+    def destroy(self) -> None:
+        """End the registration (a window: on every rank). Doing it twice is fine. The array itself stays."""
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        self.comm.disown(self)
+        code = getattr(self.comm.library, self._undo)(self.comm.handle, handle)
+        self.comm.settle(code, f"{self._what} ({self._undo})")
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.destroy()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.buffer}{' ended' if self._handle is None else ''}>"
+
+
+class Window(Registered):
+    """An array that every rank has opened to the others: the target of ``put``."""
+
+    _what, _undo = "register_window", "ncclCommWindowDeregister"
+
+
+class OneSided:
+    """A Communicator's memory, and its calls that need no partner."""
+
+    library: Library
+    rank: int
+    size: int
+    device: int | None
+    on_gpu: bool
+    place: Place
+    _handle: int | None
+    check_open: Any
+    settle: Any
+    issue: Any
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any = "float32") -> Any:
+        """An array in the library's own memory (``ncclMemAlloc``), on which its calls move the fewest bytes.
+
+        A NumPy array on the host library (zeroed pages that other ranks can map), a CuPy array on NCCL. The memory is
+        freed when the array, and everything made of it, is gone.
+        """
+        self.check_open("empty")
+        shape = (
+            (operator.index(shape),)
+            if not isinstance(shape, tuple)
+            else tuple(operator.index(n) for n in shape)
+        )
+        if any(n < 0 for n in shape):
+            raise InvalidArgumentError(f"empty: shape {shape} has a negative axis")
+        kind = numpy_dtype(dtype)
+        nbytes = max(1, prod(shape) * kind.itemsize)
+        box = ctypes.c_void_p()
+        if self.on_gpu:
+            gpu.use_device(self.device or 0)
+        self.settle(
+            self.library.ncclMemAlloc(ctypes.byref(box), nbytes), f"empty: {nbytes} bytes (ncclMemAlloc)"
+        )
+        address = box.value
+        assert address is not None
+        if self.on_gpu:
+            owner: Any = _Owner()
+            made = gpu.array_at(address, nbytes, owner, self.device or 0, shape, kind)
+        else:
+            owner = (ctypes.c_ubyte * nbytes).from_address(address)
+            made = (
+                np.frombuffer(owner, dtype=np.uint8)[: prod(shape) * kind.itemsize].view(kind).reshape(shape)
+            )
+        # Freeing is local and never waits for other ranks, so the garbage collector may do it. At exit nobody does.
+        weakref.finalize(owner, _free, self.library, address, self.device, os.getpid()).atexit = False
+        return made
+
+    def register(self, x: Any) -> Registered:
+        """Register ``x`` for zero-copy calls (``ncclCommRegister``). Local: other ranks need not do the same."""
+        return self._registered("register", Registered, x, None)
+
+    def register_window(self, x: Any, *, flags: int = SYMMETRIC) -> Window:
+        """Open ``x`` to the other ranks (``ncclCommWindowRegister``). Every rank calls it, with arrays of one size.
+
+        ``x`` comes from ``comm.empty``. ``flags`` are NCCL's (1: symmetric, for the fastest collectives; 0: plain).
+        """
+        return self._registered("register_window", Window, x, flags)
+
+    def put(
+        self,
+        x: Any,
+        peer: int,
+        window: Window,
+        offset: int = 0,
+        *,
+        signal: int = 0,
+        context: int = 0,
+        stream: Any = None,
+    ) -> None:
+        """Write ``x`` into ``peer``'s part of ``window``, ``offset`` bytes from its start, and then signal ``peer``.
+
+        ``peer`` sees the data after its ``wait_signal``. ``signal`` and ``context`` choose the signal that is raised.
+        """
+        call, function = "put", "ncclPutSignal"
+        self.check_open(call)
+        peer = check_rank(call, "peer", peer, self.size)
+        buffer = view_in_place(call, "x", x, self.place)
+        dtype, lanes = moved_as(buffer, self.on_gpu)
+        if not isinstance(window, Window) or window.comm is not self:
+            raise TypeError(
+                f"{call}: window must be a Window of this communicator (comm.register_window), not {window!r}"
+            )
+        start = operator.index(offset)
+        if start < 0 or start + buffer.nbytes > window.buffer.nbytes:
+            raise InvalidArgumentError(
+                f"{call}: {buffer.nbytes} bytes at offset {start} do not fit a window of {window.buffer.nbytes} bytes"
+            )
+        arguments = (
+            *(buffer.address, buffer.count * lanes, dtype, peer, window.handle, start),
+            *(signal, context, 0, self._handle),
+        )
+        planned = Plan(buffer.address, None, buffer.count, dtype, None, None, (buffer, window.buffer))
+        self.issue(f"{call} ({function})", function, arguments, stream, planned)
+
+    def signal(self, peer: int, *, signal: int = 0, context: int = 0, stream: Any = None) -> None:
+        """Raise a signal at ``peer``, after the earlier puts to it."""
+        call, function = "signal", "ncclSignal"
+        self.check_open(call)
+        arguments = (check_rank(call, "peer", peer, self.size), signal, context, 0, self._handle)
+        self._issue_without_data(call, function, arguments, stream)
+
+    def wait_signal(
+        self,
+        peers: int | Iterable[int] | Mapping[int, int],
+        count: int = 1,
+        *,
+        signal: int = 0,
+        context: int = 0,
+        stream: Any = None,
+    ) -> None:
+        """Wait for ``count`` signals from each of ``peers`` (a rank, several, or a mapping from ranks to counts)."""
+        call, function = "wait_signal", "ncclWaitSignal"
+        self.check_open(call)
+        if isinstance(peers, Mapping):
+            wanted = dict(peers)
+        else:
+            ranks = peers if isinstance(peers, Iterable) else (peers,)
+            wanted = {peer: count for peer in ranks}
+        for peer, number in wanted.items():
+            check_rank(call, "peer", peer, self.size)
+            if number < 1:
+                raise InvalidArgumentError(f"{call}: count={number} for rank {peer} must be at least 1")
+        if not wanted:
+            raise InvalidArgumentError(f"{call}: no peer to wait for; name at least one rank")
+        rows = [(number, peer, signal, context) for peer, number in wanted.items()]
+        descriptions = (ncclWaitSignalDesc_t * len(rows))(*rows)
+        arguments = (len(rows), descriptions, self._handle)
+        self._issue_without_data(call, function, arguments, stream)
+
+    def _issue_without_data(self, call: str, function: str, arguments: tuple[Any, ...], stream: Any) -> None:
+        if self.on_gpu and stream is None:
+            stream = gpu.current_stream()
+        token = arrays.view(call, "token", self._signal_token())
+        planned = Plan(None, None, 0, 1, None, None, (token,))  # type: ignore[arg-type]
+        self.issue(f"{call} ({function})", function, arguments, stream, planned)
+
+    def _signal_token(self) -> Any:
+        return gpu.empty(1, "uint8") if self.on_gpu else np.empty(1, "uint8")
+
+    def _registered(self, call: str, kind: type[Any], x: Any, flags: int | None) -> Any:
+        self.check_open(call)
+        buffer = view_in_place(call, "x", x, self.place)
+        if buffer.read_only:
+            raise InvalidArgumentError(f"{call}: x ({buffer}) cannot be written: {buffer.read_only}")
+        box = ctypes.c_void_p()
+        if flags is None:
+            code = self.library.ncclCommRegister(
+                self._handle, buffer.address, buffer.nbytes, ctypes.byref(box)
+            )
+            function = "ncclCommRegister"
+        else:
+            if buffer.address % _ALIGNMENT:
+                raise InvalidArgumentError(
+                    f"{call}: x ({buffer}) starts at {buffer.address:#x}, and a window starts at a multiple of "
+                    f"{_ALIGNMENT}; allocate it with comm.empty(shape, dtype)"
+                )
+            function = "ncclCommWindowRegister"
+            code = self.library.ncclCommWindowRegister(
+                self._handle, buffer.address, buffer.nbytes, ctypes.byref(box), flags
+            )
+        self.settle(code, f"{call} ({function})", (box, buffer))
+        if box.value is None:
+            raise InvalidUsageError(
+                f"{call}: the library made no window for x ({buffer}): not supported between these ranks "
+                "(NCCL_DEBUG=INFO says why); use the array without a window"
+                if flags is not None
+                else f"{call}: the library did not register x ({buffer}); NCCL_DEBUG=INFO says why"
+            )
+        return kind(self, buffer, box.value)
+
+
+class _Owner:
+    """Stands for an allocation: when it goes, so does the memory."""
+
+
+def _free(library: Library, address: int, device: int | None, process: int) -> None:
+    if process != os.getpid():
+        return  # a forked child has no part in its parent's memory
+
+    def free() -> None:
+        check(library, library.ncclMemFree(address), "freeing memory of comm.empty (ncclMemFree)")
+
+    if device is None:
+        free()
+    else:
+        gpu.free_after_work(device, free)

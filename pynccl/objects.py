@@ -1,0 +1,186 @@
+"""Python values between ranks: data only, as JSON with arrays and bytes beside it. Never pickle.
+
+Unpickling runs code that the sender chose; reading this format only builds values. It carries None, bool, int, float,
+str, bytes, lists, tuples, dicts, and NumPy arrays and scalars of any dtype without Python objects (ml_dtypes' too).
+
+A message is: 8 bytes with the length of the JSON, the JSON, then the raw bytes of each array and bytes value in turn.
+In the JSON an object ``{"$": kind, ...}`` stands for a value that JSON does not have; every dict is one of these.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import numpy as np
+
+from . import gpu
+from .abi.errors import InvalidArgumentError, InvalidUsageError
+from .operations import check_rank
+from .threadstate import current
+
+_LENGTH = struct.Struct("<Q")
+
+
+def encode(call: str, value: Any) -> bytes:
+    """``value`` as a message. TypeError, with the place inside the value, for what is not data."""
+    blobs: list[bytes] = []
+    text = json.dumps(_pack(call, value, "obj", blobs, ()), separators=(",", ":")).encode()
+    return b"".join([_LENGTH.pack(len(text)), text, *blobs])
+
+
+def decode(call: str, message: bytes | bytearray | memoryview) -> Any:
+    """The value of a message. InvalidArgumentError when the message is damaged."""
+    view = memoryview(message)
+    try:
+        (length,) = _LENGTH.unpack_from(view)
+        end = _LENGTH.size + length
+        if end > len(view):
+            raise ValueError(f"{len(view)} bytes cannot hold {length} of JSON")
+        blobs = _Blobs(view[end:])
+        value = _unpack(json.loads(bytes(view[_LENGTH.size : end])), blobs)
+        blobs.check_used()
+        return value
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError) as error:
+        raise InvalidArgumentError(f"{call}: the message received is damaged ({error})") from error
+
+
+class Objects:
+    """A Communicator's calls for Python values."""
+
+    def broadcast_object(self: Any, obj: Any = None, root: int = 0) -> Any:
+        """The root's ``obj`` on every rank (a copy, also on the root). Elsewhere ``obj`` is not looked at.
+
+        It is data: None, bool, int, float, str, bytes, lists, tuples, dicts, NumPy arrays. TypeError for anything
+        else, since nothing is pickled. Waits for the result; not for use inside ``pynccl.group()``.
+        """
+        call = "broadcast_object"
+        _check_now(self, call)
+        root = check_rank(call, "root", root, self.size)
+        message = encode(call, obj) if self.rank == root else b""
+        size = _out(self, self.broadcast(_in(self, np.array([len(message)], np.int64)), root))
+        data = (
+            np.frombuffer(bytearray(message), np.uint8)
+            if self.rank == root
+            else np.empty(int(size[0]), np.uint8)
+        )
+        return decode(call, _out(self, self.broadcast(_in(self, data), root)).data)
+
+    def all_gather_object(self: Any, obj: Any) -> list[Any]:
+        """``obj`` of every rank, in rank order, on every rank. See ``broadcast_object`` for what it may be."""
+        call = "all_gather_object"
+        _check_now(self, call)
+        message = encode(call, obj)
+        sizes = _out(self, self.all_gather(_in(self, np.array([len(message)], np.int64))))
+        padded = np.zeros(int(sizes.max()), np.uint8)
+        padded[: len(message)] = np.frombuffer(message, np.uint8)
+        rows = _out(self, self.all_gather(_in(self, padded))).reshape(self.size, len(padded))
+        return [decode(call, row[: int(size)].data) for row, size in zip(rows, sizes, strict=True)]
+
+
+def _check_now(comm: Any, call: str) -> None:
+    comm.check_open(call)
+    if current.busy:
+        raise InvalidUsageError(
+            f"{call}: it needs its result at once; call it outside pynccl.group() and `with stream:`"
+        )
+
+
+def _in(comm: Any, array: np.ndarray) -> Any:
+    return gpu.to_gpu(array) if comm.on_gpu else array
+
+
+def _out(comm: Any, array: Any) -> np.ndarray:
+    return gpu.to_host(array) if comm.on_gpu else array
+
+
+class _Blobs:
+    """The raw bytes behind the JSON, taken in the order in which the JSON names them."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view, self._at = view, 0
+
+    def take(self, size: int) -> bytes:
+        if not isinstance(size, int) or size < 0 or self._at + size > len(self._view):
+            raise ValueError(f"{size} bytes wanted where {len(self._view) - self._at} are left")
+        taken = bytes(self._view[self._at : self._at + size])
+        self._at += size
+        return taken
+
+    def check_used(self) -> None:
+        if self._at != len(self._view):
+            raise ValueError(f"{len(self._view) - self._at} bytes too many")
+
+
+def _pack(call: str, value: Any, where: str, blobs: list[bytes], inside: tuple[int, ...]) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if id(value) in inside:
+        raise TypeError(f"{call}: {where} contains itself")
+    inside = (*inside, id(value))
+    if kind is list:
+        return [_pack(call, item, f"{where}[{i}]", blobs, inside) for i, item in enumerate(value)]
+    if kind is tuple:
+        return {
+            "$": "tuple",
+            "v": [_pack(call, item, f"{where}[{i}]", blobs, inside) for i, item in enumerate(value)],
+        }
+    if kind is dict:
+        pairs = [
+            [
+                _pack(call, key, f"a key of {where}", blobs, inside),
+                _pack(call, item, f"{where}[{key!r}]", blobs, inside),
+            ]
+            for key, item in value.items()
+        ]
+        return {"$": "dict", "v": pairs}
+    if kind in (bytes, bytearray, memoryview):
+        blobs.append(bytes(value))
+        return {"$": "bytes", "n": len(blobs[-1])}
+    if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, np.ma.MaskedArray):
+        array = np.asarray(value)
+        if array.dtype.names is None and not array.dtype.hasobject:
+            blobs.append(array.tobytes())
+            name = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
+            scalar = isinstance(value, np.generic)
+            return {"$": "scalar" if scalar else "array", "t": name, "s": array.shape, "n": len(blobs[-1])}
+    raise TypeError(
+        f"{call}: {where} is a {kind.__name__}, and only data is sent: None, bool, int, float, str, bytes, list, tuple, "
+        "dict, and NumPy arrays; convert it first (objects are never pickled)"
+    )
+
+
+def _unpack(value: Any, blobs: _Blobs) -> Any:
+    if isinstance(value, list):
+        return [_unpack(item, blobs) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return _UNPACK[value["$"]](value, blobs)
+
+
+def _unpack_array(value: Any, blobs: _Blobs) -> np.ndarray:
+    dtype = _dtype(value["t"])
+    array = np.frombuffer(bytearray(blobs.take(value["n"])), np.uint8)
+    return array.view(dtype).reshape([int(n) for n in value["s"]])
+
+
+def _dtype(name: str) -> np.dtype:
+    if name.startswith(("bfloat", "float4", "float6", "float8", "int2", "int4", "uint2", "uint4")):
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
+    dtype = np.dtype(str(name))
+    if dtype.hasobject or dtype.names is not None:
+        raise ValueError(f"dtype {name!r} is not plain data")
+    return dtype
+
+
+_UNPACK: dict[str, Any] = {
+    "tuple": lambda value, blobs: tuple(_unpack(item, blobs) for item in value["v"]),
+    "dict": lambda value, blobs: {_unpack(key, blobs): _unpack(item, blobs) for key, item in value["v"]},
+    "bytes": lambda value, blobs: blobs.take(value["n"]),
+    "array": _unpack_array,
+    "scalar": lambda value, blobs: _unpack_array(value, blobs)[()],
+}

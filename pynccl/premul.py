@@ -1,0 +1,97 @@
+"""Reductions made by the user: a sum of values that each rank multiplies by a factor of its own first."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import arrays
+from .abi.enums import ScalarResidence
+from .abi.errors import InvalidArgumentError, InvalidUsageError
+from .elements import ElementType
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+
+class PreMulSum:
+    """An ``op`` for one communicator and one dtype. Freed by ``destroy``, a ``with`` block, or with its communicator."""
+
+    def __init__(self, comm: Communicator, scalar: Any, dtype: Any) -> None:
+        call = "premul_sum"
+        element = arrays.numpy_element(call, "dtype", numpy_dtype(dtype))
+        if element.reduces_as is None or "sum" not in element.reductions:
+            raise InvalidArgumentError(f"{call}: {element.name} cannot be summed; {element.remedy}")
+        self.comm, self.element, self.dtype = comm, element, element.reduces_as
+        pointer, residence, self._keep = _scalar(call, scalar, element, comm)
+        box = ctypes.c_int()
+        code = comm.library.ncclRedOpCreatePreMulSum(
+            ctypes.byref(box), pointer, self.dtype, residence, comm.handle
+        )
+        comm.settle(code, f"{call} (ncclRedOpCreatePreMulSum)")
+        self._handle: int | None = box.value
+        comm.own(self)
+
+    @property
+    def handle(self) -> int:
+        """The ``ncclRedOp_t``. InvalidUsageError once destroyed."""
+        if self._handle is None:
+            raise InvalidUsageError("this premul_sum was destroyed; make a new one with comm.premul_sum(...)")
+        return self._handle
+
+    def check_element(self, call: str, element: ElementType) -> None:
+        if element.name != self.element.name:
+            raise InvalidArgumentError(
+                f"{call}: op is a premul_sum of {self.element.name} and the array is {element.name}; "
+                f"make one with comm.premul_sum(scalar, {element.name!r})"
+            )
+
+    def destroy(self) -> None:
+        """Free the operation; calls already made with it are not affected. Doing it twice is fine."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self.comm.disown(self)
+            self.comm.settle(
+                self.comm.library.ncclRedOpDestroy(handle, self.comm.handle), "premul_sum (ncclRedOpDestroy)"
+            )
+
+    def __enter__(self) -> PreMulSum:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.destroy()
+
+    def __repr__(self) -> str:
+        return f"<PreMulSum {self.element.name}{' destroyed' if self._handle is None else ''}>"
+
+
+def numpy_dtype(dtype: Any) -> np.dtype:
+    if isinstance(dtype, str) and dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, dtype))
+    return np.dtype(dtype)
+
+
+def _scalar(
+    call: str, scalar: Any, element: ElementType, comm: Communicator
+) -> tuple[int, ScalarResidence, Any]:
+    """Where the factor lies: in host memory, read now; or on the GPU, read when the collective runs."""
+    if comm.on_gpu and hasattr(scalar, "__cuda_array_interface__"):
+        buffer = arrays.view(call, "scalar", scalar)
+        if buffer.count != 1 or buffer.element.name != element.name:
+            raise InvalidArgumentError(f"{call}: scalar on the GPU must be one {element.name}, not {buffer}")
+        return buffer.address, ScalarResidence.DEVICE, buffer.keep
+    value = np.asarray(scalar)
+    if value.size != 1 or value.dtype.kind == "c":
+        raise InvalidArgumentError(f"{call}: scalar={scalar!r} must be one real number")
+    # The factor of a complex sum multiplies both parts, so it is a float of half the size.
+    name = {"complex64": "float32", "complex128": "float64"}.get(element.name, element.name)
+    held = np.ascontiguousarray(value.reshape(1).astype(numpy_dtype(name)))
+    if held.dtype.kind in "iu" and held[0] != value.reshape(1)[0]:
+        raise InvalidArgumentError(
+            f"{call}: scalar={scalar!r} is not a whole number that fits {element.name}"
+        )
+    return held.ctypes.data, ScalarResidence.HOST_IMMEDIATE, held

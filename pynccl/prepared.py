@@ -1,0 +1,95 @@
+"""Prepared calls: checked and marshalled once, made many times (MPI calls these persistent)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .flight import gpu_flight
+from .group import Deferred
+from .operations import Operation, Plan
+from .streams import Stream
+from .threadstate import current
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+
+class Prepared:
+    """One collective on fixed arrays: call it to run it. Made by ``comm.prepare``; keeps its arrays alive."""
+
+    __slots__ = (
+        "__weakref__",
+        "_arguments",
+        "_comm",
+        "_function",
+        "_held",
+        "_hold",
+        "_name",
+        "_queue",
+        "result",
+    )
+
+    def __init__(
+        self,
+        comm: Any,
+        what: Operation,
+        function: str,
+        arguments: tuple[Any, ...],
+        planned: Plan,
+        queue: Stream | None,
+        hold: bool,
+    ) -> None:
+        library = comm.library
+        made = getattr(library, function)
+        # Objects of ctypes pass through faster than numbers, and they are made only once.
+        if function.endswith("Config"):
+            *before, config, handle = arguments
+            arguments = (*before, handle)
+            last: tuple[Any, ...] = (ctypes.byref(config),)
+        else:
+            last = ()
+        types = made.argtypes[: len(arguments)]
+        self._arguments = tuple(kind(value) for kind, value in zip(types, arguments, strict=True)) + last
+        self._function: Callable[..., int] = made
+        self._comm: Communicator = comm
+        self._name = f"{what.name} ({function})"
+        self._queue, self._hold = queue, hold
+        self._held = (planned.buffers, arguments)
+        self.result = planned.result
+
+    def __call__(self) -> Any:
+        """Run the collective; returns its result (the same array each time), as the plain call does."""
+        if current.group is not None:
+            self._comm.check_open(self._name)
+            current.group.add(
+                Deferred(self._comm.library, self._comm, self._name, self._make, self._done, self)
+            )
+            return self.result
+        code = self._function(*self._arguments)
+        if code or self._queue is not None or self._hold:
+            self._done(code)
+        return self.result
+
+    def invalidate(self) -> None:
+        """The communicator has ended: every later call says so."""
+        self._function = self._refuse
+
+    def _make(self) -> int:
+        return self._function(*self._arguments)
+
+    def _done(self, code: int) -> None:
+        if code:
+            self._comm.settle(code, self._name, self)
+        if self._queue is not None:
+            self._queue.flight.hold(self)
+        elif self._hold:
+            gpu_flight.hold(self._arguments[-1].value or 0, self)
+
+    def _refuse(self, *arguments: Any) -> int:
+        self._comm.check_open(self._name)
+        raise AssertionError("an ended communicator is open")
+
+    def __repr__(self) -> str:
+        return f"<Prepared {self._name} on {self._comm!r}>"

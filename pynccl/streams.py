@@ -1,0 +1,218 @@
+"""Streams: host streams and events as objects, what counts as a stream of a call, and keeping arrays in flight alive.
+
+A host stream is a queue with a worker thread inside the host library; it goes wherever NCCL takes a ``cudaStream_t``.
+On GPUs the array libraries own the streams, and any of theirs (or a plain handle) is accepted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+import os
+import warnings
+import weakref
+from typing import Any
+
+from . import interrupts
+from .abi.errors import InvalidArgumentError, InvalidUsageError, check
+from .abi.library import Library, load
+from .flight import HostFlight
+from .threadstate import current
+
+
+class Stream:
+    """A queue of work in host memory, done in order by a thread of its own while the caller goes on.
+
+    Pass it as ``stream=`` of any call, or make it current: inside ``with stream:`` calls on host arrays go to it. The
+    arrays of queued calls are kept alive until the stream has passed them. An error of queued work is raised by
+    ``synchronize``. Close it when done (``close`` waits for its work).
+
+    >>> import pynccl, numpy as np                             # doctest: +SKIP
+    >>> stream = pynccl.Stream()                               # doctest: +SKIP
+    >>> comm.all_reduce(np.ones(4), stream=stream)             # doctest: +SKIP
+    >>> stream.synchronize()                                   # doctest: +SKIP
+    """
+
+    def __init__(self, library: str | Library | None = "host") -> None:
+        self.library = library if isinstance(library, Library) else load(library)
+        if self.library.kind != "host":
+            raise InvalidUsageError(
+                f"Stream: {self.library.path} has no host streams; on GPUs use your array library's streams "
+                "(cupy.cuda.Stream, torch.cuda.Stream)"
+            )
+        interrupts.install(self.library)
+        self._outer: list[Stream | None] = []
+        self._handle: int | None = None
+        box = ctypes.c_void_p()
+        check(self.library, self.library.pyncclStreamCreate(ctypes.byref(box)), "Stream (pyncclStreamCreate)")
+        self._handle = box.value
+        self.flight = HostFlight(self.library, self.handle)
+        _streams[self.handle] = self
+
+    @property
+    def handle(self) -> int:
+        """The ``cudaStream_t`` value that calls of this library take. InvalidUsageError once the stream is closed."""
+        if self._handle is None:
+            raise InvalidUsageError("this stream is closed (or belongs to the process that forked this one)")
+        return self._handle
+
+    @property
+    def closed(self) -> bool:
+        return self._handle is None
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Wait until all work queued so far is done, and raise its first error. ``timeout`` is in seconds."""
+        self._check(self.library.pyncclStreamSynchronize(self.handle, timeout or 0.0), "Stream.synchronize")
+        self.flight.clear_completed()
+
+    def query(self) -> bool:
+        """Whether all queued work is done."""
+        code = check(self.library, self.library.pyncclStreamQuery(self.handle), "Stream.query")
+        self.flight.clear_completed()
+        return code == 0
+
+    def wait_event(self, event: Event) -> None:
+        """Work queued from now on runs after ``event``."""
+        self._check(self.library.pyncclStreamWaitEvent(self.handle, event.handle), "Stream.wait_event")
+        self.flight.hold((event,))
+
+    def record(self, event: Event | None = None) -> Event:
+        """An event (a new one, or the one given) that is done when the work queued so far is done."""
+        event = event if event is not None else Event(self.library)
+        event.record(self)
+        return event
+
+    def close(self) -> None:
+        """Wait for the work and end the thread. Closing twice is fine."""
+        handle = self._handle
+        if handle is None:
+            return
+        code = self.library.pyncclStreamDestroy(handle)
+        self._handle = None
+        _streams.pop(handle, None)
+        self._check(code, "Stream.close")
+
+    def __enter__(self) -> Stream:
+        _ = self.handle
+        self._outer.append(current.stream)
+        current.set_stream(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        current.set_stream(self._outer.pop())
+
+    def __repr__(self) -> str:
+        return "<Stream closed>" if self.closed else f"<Stream {self._handle:#x}>"
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is not None:
+            warnings.warn(
+                f"{self!r} was not closed; call close()", ResourceWarning, source=self, stacklevel=2
+            )
+
+    def _check(self, code: int, call: str) -> None:
+        if code:
+            interrupts.reraise()
+            check(self.library, code, call)
+
+
+class Event:
+    """A point in a host stream's work, to wait for from another stream (``wait_event``) or from Python."""
+
+    def __init__(self, library: str | Library | None = "host") -> None:
+        self.library = library if isinstance(library, Library) else load(library)
+        box = ctypes.c_void_p()
+        check(self.library, self.library.pyncclEventCreate(ctypes.byref(box)), "Event (pyncclEventCreate)")
+        self.handle = box.value
+        # Freeing an event never waits, so the garbage collector may do it (not at exit, nor for a forking parent).
+        weakref.finalize(self, _destroy_event, self.library, self.handle, os.getpid()).atexit = False
+
+    def record(self, stream: Stream) -> None:
+        """The event is done when the work that ``stream`` holds now is done."""
+        check(self.library, self.library.pyncclEventRecord(self.handle, stream.handle), "Event.record")
+        stream.flight.hold((self,))
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Wait for the event; ``timeout`` is in seconds."""
+        code = self.library.pyncclEventSynchronize(self.handle, timeout or 0.0)
+        if code:
+            interrupts.reraise()
+            check(self.library, code, "Event.synchronize")
+
+    def query(self) -> bool:
+        """Whether the event is done."""
+        return check(self.library, self.library.pyncclEventQuery(self.handle), "Event.query") == 0
+
+
+_streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
+
+# The default streams of CUDA: legacy 0 and 1, per thread 2. In host memory they all mean: now, in this thread.
+DEFAULTS = (0, 1, 2)
+
+
+def host_stream(call: str, library: Library, stream: Any) -> Stream | None:
+    """The host stream that a call on host memory runs on; None: at once, in this thread."""
+    if stream is None:
+        stream = current.stream
+        if stream is None:
+            return None
+    if not isinstance(stream, Stream):
+        try:
+            handle = operator.index(stream)
+        except TypeError:
+            raise TypeError(
+                f"{call}: stream={stream!r} is no host stream; arrays in host memory take a pynccl.Stream (or None)"
+            ) from None
+        if handle in DEFAULTS:
+            return None
+        found = _streams.get(handle)
+        if found is None:
+            raise InvalidArgumentError(
+                f"{call}: stream={handle:#x} is not the handle of an open pynccl.Stream"
+            )
+        stream = found
+    if stream.library is not library:
+        raise InvalidArgumentError(
+            f"{call}: the stream belongs to {stream.library.path} and the communicator to {library.path}; "
+            "make it with pynccl.Stream(comm.library)"
+        )
+    _ = stream.handle  # an error when closed
+    return stream
+
+
+def gpu_stream(call: str, stream: Any) -> int:
+    """The ``cudaStream_t`` of a GPU stream object of any library, or of a plain handle."""
+    if isinstance(stream, Stream):
+        raise InvalidArgumentError(
+            f"{call}: a pynccl.Stream is for host memory; pass a CUDA stream, e.g. CuPy's"
+        )
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        version, handle = protocol() if callable(protocol) else protocol
+        return operator.index(handle)
+    for attribute in ("ptr", "cuda_stream"):
+        if hasattr(stream, attribute):
+            return operator.index(getattr(stream, attribute))
+    try:
+        return operator.index(stream)
+    except TypeError:
+        raise TypeError(
+            f"{call}: stream={stream!r} is no CUDA stream; pass a CuPy or PyTorch stream, an object with "
+            "__cuda_stream__, or the handle as an int"
+        ) from None
+
+
+def _destroy_event(library: Library, handle: int, process: int) -> None:
+    if process == os.getpid():
+        check(library, library.pyncclEventDestroy(handle), "Event (pyncclEventDestroy)")
+
+
+def _forked() -> None:
+    for stream in list(_streams.values()):
+        stream._handle = None  # its thread stayed in the parent
+    _streams.clear()
+    current.set_stream(None)
+    current.set_group(None)
+
+
+os.register_at_fork(after_in_child=_forked)
