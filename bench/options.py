@@ -183,7 +183,7 @@ OPTIONS = (
     Option("m", "agg_iters", "aggregated", _integer(1), 1, "N", "operations in one group per iteration (1)"),
     Option("w", "warmup_iters", "warmup", _integer(0), 1, "N", "warm-up iterations at each size (1)"),
     Option("N", "run_cycles", "cycles", _integer(0), 1, "N", "whole sweeps to run (1); 0: for ever"),
-    Option("p", "parallel_init", "parallel_init", _switch, False, "0|1", "threads init at once, in no group"),
+    Option("p", "parallel_init", "parallel_init", _switch, False, "0|1", "threads init at once (always so)"),
     Option("c", "check", "checks", _integer(0), 1, "N", "check runs after the timing (1); 0: none"),
     Option("o", "op", "op", _one_of(*OPS, "all"), "sum", "OP", f"{'/'.join(OPS)}/all"),
     Option("d", "datatype", "dtype", _dtype, "float", "TYPE", f"{'/'.join(DTYPES)}/all"),

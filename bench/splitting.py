@@ -1,0 +1,48 @@
+"""NCCL_TESTS_SPLIT and NCCL_TESTS_SPLIT_MASK: which processes form a group that runs the sweep on its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+from bench.options import UsageError
+
+__all__ = ["group_of"]
+
+_OPERATIONS: dict[str, Callable[[int, int], int]] = {
+    "AND": lambda process, value: process & value,
+    "OR": lambda process, value: process | value,
+    "MOD": lambda process, value: process % value,
+    "DIV": lambda process, value: process // value,
+}
+_SIGNS = {"&": "AND", "|": "OR", "%": "MOD", "/": "DIV"}
+
+
+def group_of(process: int, environment: Mapping[str, str]) -> int:
+    """The group of a process: 0 for all, unless one of the two variables says otherwise.
+
+    NCCL_TESTS_SPLIT_MASK (hexadecimal) is AND with that value; NCCL_TESTS_SPLIT is AND, OR, MOD, DIV (or one
+    of & | % /) and a decimal, 0x or 0b number, as in "MOD 2". Raises UsageError for anything else.
+    """
+    if mask := environment.get("NCCL_TESTS_SPLIT_MASK"):
+        return _OPERATIONS["AND"](process, _number("NCCL_TESTS_SPLIT_MASK", mask, 16))
+    text = environment.get("NCCL_TESTS_SPLIT")
+    if not text:
+        return 0
+    match = re.fullmatch(r"\s*(AND|OR|MOD|DIV|[&|%/])\s*(\w+)\s*", text, re.IGNORECASE)
+    if not match:
+        raise UsageError(
+            f"NCCL_TESTS_SPLIT={text!r}: write an operation and a value, as in AND 0x7, MOD 2 or /4"
+        )
+    name = match[1].upper()
+    value = _number("NCCL_TESTS_SPLIT", match[2], 0)
+    if value == 0 and _SIGNS.get(name, name) in ("MOD", "DIV"):
+        raise UsageError(f"NCCL_TESTS_SPLIT={text!r} divides by zero; give a value of at least 1")
+    return _OPERATIONS[_SIGNS.get(name, name)](process, value)
+
+
+def _number(variable: str, text: str, base: int) -> int:
+    try:
+        return int(text, base)
+    except ValueError:
+        raise UsageError(f"{variable}: {text!r} is not a number (decimal, 0x.. or 0b..)") from None
