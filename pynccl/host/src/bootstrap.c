@@ -480,6 +480,7 @@ out:
   double until = (room.closing > now() ? room.closing : now()) + GRACE;
   for (int i = 0; room.guests && i < room.nguests; i++) {
     struct guest *guest = &room.guests[i];
+    if (!guest->heard && s->code != ncclSuccess) listen_to(s, &room, guest); /* it may have said its hello just now */
     if (guest->heard && !answer(s, guest, until))
       stop(s, false, ncclRemoteError, "rank %u (of %d) has ended or given up while ranks were waiting for each other", guest->hello.rank,
            s->nranks);

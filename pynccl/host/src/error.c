@@ -6,6 +6,9 @@
 #include "host.h"
 
 static _Thread_local char last[1024];
+static _Thread_local struct ncclComm *last_comm; /* whose failure it was; NULL: of no communicator */
+static _Thread_local uint64_t last_when;
+static _Atomic uint64_t failures; /* numbers them, to tell which of two is the newer */
 
 static const char *const result_words[ncclNumResults] = {
     [ncclSuccess] = "no error",
@@ -26,8 +29,11 @@ ncclResult_t fail(struct ncclComm *comm, ncclResult_t code, const char *format, 
   vsnprintf(text, sizeof text, format, arguments);
   va_end(arguments);
   memcpy(last, text, sizeof last);
+  last_comm = comm;
+  last_when = atomic_fetch_add(&failures, 1) + 1;
   if (comm != NULL) {
     pthread_mutex_lock(&comm->lock);
+    comm->last_when = last_when;
     memcpy(comm->last_error, text, sizeof comm->last_error);
     pthread_mutex_unlock(&comm->lock);
   }
@@ -40,12 +46,14 @@ const char *ncclGetErrorString(ncclResult_t result) {
   return result >= 0 && result < ncclNumResults ? result_words[result] : "unknown result code";
 }
 
-/* NULL asks for this thread's last error. A communicator's text is copied, so that another thread's failure cannot tear it. */
+/* The newest failure that this caller can mean: of the communicator (perhaps on a worker's thread), or of this thread where it concerned
+ * this communicator or none (ncclMemAlloc, a handle that was refused). NULL asks for this thread's. */
 const char *ncclGetLastError(ncclComm_t comm) {
   static _Thread_local char copy[sizeof last];
   if (comm == NULL || atomic_load(&comm->magic) != COMM_MAGIC) return last;
   pthread_mutex_lock(&comm->lock);
-  memcpy(copy, comm->last_error, sizeof copy);
+  const bool own = last_when > comm->last_when && (last_comm == comm || last_comm == NULL);
+  memcpy(copy, own ? last : comm->last_error, sizeof copy);
   pthread_mutex_unlock(&comm->lock);
   return copy;
 }

@@ -214,8 +214,9 @@ struct ncclComm { /* comes from a pool that is never freed: a stale handle is re
   struct registration *registrations;
   struct ncclWindow_vidmem *window_list;
   void *worker; /* stream that runs a non-blocking communicator's work */
-  pthread_mutex_t lock; /* premuls, windows, last_error */
+  pthread_mutex_t lock; /* premuls, registrations, windows, last_error */
   char last_error[1024];
+  uint64_t last_when; /* number of that failure, see error.c */
 };
 
 static inline struct rank_lines *lines_of(const struct ncclComm *comm, int rank) { return comm->peers[rank].lines; }
