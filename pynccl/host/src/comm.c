@@ -717,7 +717,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t handle, ncclResult_t *error) {
     code = fail(comm, ncclInvalidArgument, "ncclCommGetAsyncError: asyncError is NULL");
   } else {
     *error = (ncclResult_t)atomic_load(&comm->state);
-    const bool failed_elsewhere = comm->head != NULL && *error == ncclSuccess && atomic_load(&comm->head->failed) != ncclSuccess;
+    const bool failed_elsewhere = *error == ncclSuccess && comm->head != NULL && atomic_load(&comm->head->failed) != ncclSuccess;
     if (failed_elsewhere && !atomic_load(&comm->revoked)) *error = fail(comm, ncclRemoteError, "%s", comm->head->text);
     if (*error == ncclSuccess && !comm->blocking && atomic_load(&comm->pending) > 0) *error = ncclInProgress;
   }
