@@ -1,7 +1,7 @@
 """The collectives and point-to-point calls of a Communicator. All of them go through ``_run`` and ``issue``.
 
-The signatures are written out for readers and editors; what each call does to shapes, ranks and memory is a row of
-``operations.OPERATIONS``, and the checks are ``operations.plan``.
+The signatures are written out for readers and editors; what each call does to shapes, ranks and memory is a
+row of ``operations.OPERATIONS``, and the checks are ``operations.plan``.
 """
 
 from __future__ import annotations
@@ -12,62 +12,50 @@ from typing import Any
 import numpy as np
 
 from . import gpu
-from .abi.library import Library
-from .arrays import STREAM_ORDERED, numpy_element
+from .arrays import STREAM_ORDERED, addressof, numpy_element, view_writable
 from .config import algorithm_config
+from .core import Core
 from .elements import ELEMENTS, ReduceOp, operation_name
 from .flight import gpu_flight
-from .group import Deferred
-from .operations import OPERATIONS, Operation, Place, Plan, check_rank, plan, plan_message
-from .prepared import Prepared
+from .group import Deferred, nothing
+from .operations import OPERATIONS, Operation, Plan, check_rank, plan, plan_message
 from .premul import PreMulSum
+from .prepared import Prepared
 from .streams import Stream, gpu_stream, host_stream
 from .threadstate import current
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE, ALL_TO_ALL, GATHER, SCATTER = OPERATIONS.values()
 
 _ndarray = np.ndarray
-_address = ctypes.addressof
-# A ctypes view of no bytes: the cheapest way to the address of writable C-contiguous memory (0.2 us; ndarray.ctypes
-# takes 1 us). It refuses everything else, so it is also the check of both.
-_view = (ctypes.c_char * 0).from_buffer
 
 
-class Collectives:
+class Collectives(Core):
     """What a Communicator does with data."""
 
-    library: Library
-    rank: int
-    size: int
-    on_gpu: bool
-    place: Place
-    _handle: int | None
-    check_open: Any
-    fail: Any
-    settle: Any
-
-    # --- collectives ---------------------------------------------------------------------------------------------
-    # Common to all: `x` and `out` are arrays of any library, contiguous, never copied or cast. `stream` is where the
-    # call runs (GPU: default the array library's current stream; host memory: a pynccl.Stream, or None to wait).
-    # `algorithm` is one of NCCL's, such as "ring" or "tree,ring", the same on every rank.
+    # --- collectives ----------------------------------------------------------------------------------------
+    # Common to all: `x` and `out` are arrays of any library, contiguous, never copied or cast. `stream` is
+    # where the call runs (GPU: default the array library's current stream; host memory: a pynccl.Stream, or
+    # None to wait). `algorithm` is one of NCCL's, such as "ring" or "tree,ring", the same on every rank.
 
     def all_reduce(
         self, x: Any, out: Any = None, op: Any = "sum", *, stream: Any = None, algorithm: str | None = None
     ) -> Any:
         """Combine ``x`` of all ranks by ``op``; every rank gets the result.
 
-        ``out`` (default ``x`` itself) has the shape and dtype of ``x``, and is returned. ``op`` is "sum", "prod",
-        "max", "min", "avg" or a ``premul_sum``; booleans take "max" (or) and "min" (and), complex numbers "sum" and
-        "avg". TypeError or InvalidArgumentError for what cannot be done; NcclError when the call fails.
+        ``out`` (default ``x`` itself) has the shape and dtype of ``x``, and is returned. ``op`` is "sum",
+        "prod", "max", "min", "avg" or a ``premul_sum``; booleans take "max" (or) and "min" (and), complex
+        numbers "sum" and "avg". TypeError or InvalidArgumentError for what cannot be done; NcclError when the
+        call fails.
 
         >>> comm.all_reduce(np.full(4, comm.rank, "f4"))       # doctest: +SKIP
         """
-        # The quick path for small host arrays: the same checks, by other means, for the call that hot loops make.
+        # The quick path for small host arrays: the same checks, by other means, for the call that hot loops
+        # make.
         if type(x) is _ndarray and out is None and stream is None and algorithm is None and not current.busy:
             codes = self._quick.get(op)
             if codes is not None and (types := codes.get(x.dtype)) is not None:
                 try:
-                    address = _address(_view(x))
+                    address = addressof(view_writable(x))
                 except (TypeError, ValueError):
                     pass  # not writable or not in C order: `plan` accepts it or says what is wrong
                 else:
@@ -80,7 +68,8 @@ class Collectives:
     def all_gather(self, x: Any, out: Any = None, *, stream: Any = None, algorithm: str | None = None) -> Any:
         """Every rank gets ``x`` of all ranks, in rank order: (k, ...) gives (size * k, ...), a scalar gives (size,).
 
-        ``out``, if given, has size times the elements of ``x``; ``x`` may be this rank's block of it (in place).
+        ``out``, if given, has size times the elements of ``x``; ``x`` may be this rank's block of it (in
+        place).
         """
         return self._run(ALL_GATHER, x, out, None, None, stream, algorithm)
 
@@ -133,16 +122,18 @@ class Collectives:
     ) -> Any:
         """Rank r gets block r of the root's ``x``: (size * k, ...) gives (k, ...).
 
-        Off the root ``x`` is not read: pass None and ``out``, or an array of the root's shape to size the result.
+        Off the root ``x`` is not read: pass None and ``out``, or an array of the root's shape to size the
+        result.
         """
         return self._run(SCATTER, x, out, None, root, stream, algorithm)
 
-    # --- point to point ------------------------------------------------------------------------------------------
+    # --- point to point -------------------------------------------------------------------------------------
 
     def send(self, x: Any, peer: int, *, stream: Any = None) -> None:
         """Send ``x`` to rank ``peer``, which receives as many elements of the same dtype.
 
-        Sends and receives that depend on each other belong in one ``pynccl.group()``; so does a message to oneself.
+        Sends and receives that depend on each other belong in one ``pynccl.group()``; so does a message to
+        oneself.
         """
         self._message("send", "ncclSend", x, peer, stream, writes=False)
 
@@ -158,7 +149,7 @@ class Collectives:
         elif (queue := host_stream("barrier", self.library, stream)) is not None and current.group is None:
             queue.synchronize()
 
-    # --- for hot loops, and operations of the user ---------------------------------------------------------------
+    # --- for hot loops, and operations of the user ----------------------------------------------------------
 
     def prepare(
         self,
@@ -173,8 +164,9 @@ class Collectives:
     ) -> Prepared:
         """A collective (by name) checked and marshalled once, to be called many times with the same arrays.
 
-        The arrays are kept alive; what they hold may change between calls, their memory may not. ``stream=None`` is
-        the stream that is current now. Returns a callable that returns the collective's result.
+        The arrays are kept alive; what they hold may change between calls, their memory may not.
+        ``stream=None`` is the stream that is current now. Returns a callable that returns the collective's
+        result.
 
         >>> step = comm.prepare("all_reduce", gradients)       # doctest: +SKIP
         >>> for batch in batches: compute(batch, gradients); step()      # doctest: +SKIP
@@ -193,13 +185,13 @@ class Collectives:
     def premul_sum(self, scalar: Any, dtype: Any = "float32") -> PreMulSum:
         """An ``op`` that multiplies this rank's data by ``scalar`` and then sums, for arrays of ``dtype``.
 
-        Each rank may have its own factor. Free it with ``destroy()`` or a ``with`` block, or leave it to the end of
-        the communicator.
+        Each rank may have its own factor. Free it with ``destroy()`` or a ``with`` block, or leave it to the
+        end of the communicator.
         """
         self.check_open("premul_sum")
-        return PreMulSum(self, scalar, dtype)  # type: ignore[arg-type]
+        return PreMulSum(self, scalar, dtype)
 
-    # --- the one path --------------------------------------------------------------------------------------------
+    # --- the one path ---------------------------------------------------------------------------------------
 
     def _run(
         self, what: Operation, x: Any, out: Any, op: Any, root: int | None, stream: Any, algorithm: str | None
@@ -214,47 +206,54 @@ class Collectives:
         self.check_open(call)
         peer = check_rank(call, "peer", peer, self.size)
         planned = plan_message(call, x, self.place, writes=writes)
-        arguments = (planned.send, planned.count, planned.dtype, peer, self._handle)
+        arguments = (planned.send, planned.elements, planned.dtype, peer, self._handle)
         self.issue(f"{call} ({function})", function, arguments, stream, planned)
         return planned.result if writes else None
 
     def issue(self, call: str, function: str, arguments: tuple[Any, ...], stream: Any, planned: Plan) -> None:
-        """Make the library's call now or with the group, on the right stream, and keep its arrays alive in flight.
+        """Make the library's call, now or with the group, on the right stream; keep its arrays alive in flight.
 
-        ``arguments`` are those before the stream and, as a last element of type ncclCollConfig_t, one after it.
+        ``arguments`` are those before the stream and, for a ``Config`` function, the configuration as the last.
         """
         queue, handle, hold = self._where(call, stream, planned)
         made = getattr(self.library, function)
         if function.endswith("Config"):
-            *arguments_, config = arguments
-            complete = (*arguments_, handle, ctypes.byref(config))
+            arguments = (*arguments[:-1], handle, ctypes.byref(arguments[-1]))
         else:
-            complete = (*arguments, handle)
-        keep = tuple([buffer.keep for buffer in planned.buffers])
-
-        def done(code: int) -> None:
-            if code:
-                self.settle(code, call, keep)
-            if queue is not None:
-                queue.flight.hold(keep)
-            elif hold:
-                gpu_flight.hold(handle or 0, keep)
-
-        if current.group is not None:
-            current.group.add(
-                Deferred(self.library, self, call, lambda: made(*complete), done, (keep, arguments))  # type: ignore[arg-type]
-            )
+            arguments = (*arguments, handle)
+        if current.group is None:
+            code = made(*arguments)
+            if code or queue is not None or hold:
+                self._after(code, call, planned, queue, handle, hold)
             return
-        code = made(*complete)
-        if code or queue is not None or hold:
-            done(code)
+        current.group.add(
+            Deferred(
+                library=self.library,
+                comm=self,
+                name=call,
+                function=lambda: made(*arguments),
+                done=lambda code: self._after(code, call, planned, queue, handle, hold),
+                dropped=nothing,
+                keep=(planned, arguments),
+            )
+        )
+
+    def _after(
+        self, code: int, call: str, planned: Plan, queue: Stream | None, handle: int | None, hold: bool
+    ) -> None:
+        if code:
+            self.settle(code, call, planned.buffers)
+        if queue is not None:
+            queue.flight.hold(planned.buffers)
+        elif hold:
+            gpu_flight.hold(handle or 0, planned.buffers)
 
     def _plan(self, what: Operation, x: Any, out: Any, op: Any, root: int | None) -> Plan:
         if what.rooted:
             root = check_rank(what.name, "root", root, self.size)
         if what.reduces:
             if isinstance(op, PreMulSum):
-                self._check_mine(what.name, op)
+                op.check_comm(what.name, self)
             else:
                 op = operation_name(what.name, op)
         return plan(what, x, out, op, root, self.place)
@@ -263,7 +262,7 @@ class Collectives:
         self, what: Operation, planned: Plan, root: int | None, algorithm: str | None
     ) -> tuple[str, tuple[Any, ...]]:
         """The library's function, and its arguments without the stream (its configuration, if any, comes last)."""
-        arguments: list[Any] = [planned.send, planned.recv, planned.count, planned.dtype]
+        arguments: list[Any] = [planned.send, planned.recv, planned.elements, planned.dtype]
         if what.reduces:
             arguments.append(planned.op)
         if what.rooted:
@@ -289,34 +288,21 @@ class Collectives:
         owned_elsewhere = any(buffer.home not in STREAM_ORDERED for buffer in planned.buffers)
         return None, handle, handle != ordinary or owned_elsewhere
 
-    def _check_mine(self, call: str, op: PreMulSum) -> None:
-        from .abi.errors import InvalidArgumentError
-
-        if op.comm is not self:
-            raise InvalidArgumentError(
-                f"{call}: op belongs to {op.comm!r}; make one with this communicator's premul_sum"
-            )
-
     def _once(self, call: str, stream: Any) -> None:
         self.check_open(call)
-        if self._token is None:
-            self._token = gpu.empty(1, "uint8") if self.on_gpu else np.zeros(1, "uint8")
-        planned = plan(ALL_REDUCE, self._token, None, ReduceOp.MAX, None, self.place)
+        planned = plan(ALL_REDUCE, self._get_token(), None, "max", None, self.place)
         function, arguments = self._call(ALL_REDUCE, planned, None, None)
         self.issue(f"{call} ({function})", function, arguments, stream, planned)
 
-    def _reset_calls(self) -> None:
-        self._quick: dict[Any, dict[np.dtype, tuple[int, int]]] = {}
-        self._algorithms: dict[str, Any] = {}
-        self._token: Any = None
+    def _get_token(self) -> Any:
+        """One element where calls of this communicator take data."""
+        if self._token is None:
+            self._token = gpu.empty(1, "uint8") if self.on_gpu else np.zeros(1, "uint8")
+        return self._token
 
-    def _open_calls(self) -> None:
-        """The communicator lives: fill what the quick path looks up (nothing on GPUs: it is for host memory)."""
-        self._all_reduce = self.library.ncclAllReduce
-        if self.library.kind == "host":
+    def _opened(self) -> None:
+        if self.library.kind == "host":  # the quick path is for host memory
             self._quick = _QUICK
-
-    _prepared: Any
 
 
 def _quick_table() -> dict[Any, dict[np.dtype, tuple[int, int]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,8 +17,8 @@ SIZE = ctypes.sizeof(ncclUniqueId)
 class UniqueId:
     """The 128 bytes that name a communicator before it exists. Make one on one rank, hand it to all the others.
 
-    ``bytes(uid)`` and ``UniqueId.from_bytes`` carry it anywhere, as does pickle. It is a secret of the job: on NCCL it
-    holds the address that ranks connect to.
+    ``bytes(uid)`` and ``UniqueId.from_bytes`` carry it anywhere, as does pickle. It is a secret of the job:
+    on NCCL it holds the address that ranks connect to.
     """
 
     __slots__ = ("_data",)
@@ -84,13 +85,26 @@ def is_blocking(config: ncclConfig_t | None) -> bool:
     return config is None or config.blocking != 0
 
 
+def timeout_from_environment() -> float | None:
+    """``PYNCCL_TIMEOUT`` in seconds; None when it is not set, or not positive."""
+    text = os.environ.get("PYNCCL_TIMEOUT")
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise InvalidArgumentError(f"PYNCCL_TIMEOUT={text!r} is not a number of seconds") from None
+    return seconds if seconds > 0 else None
+
+
 def algorithm_config(call: str, library: Library, function: str, algorithm: str) -> ncclCollConfig_t:
     """The per-call configuration that allows only ``algorithm`` ("ring", "tree,ring", "^nvls")."""
     if not isinstance(algorithm, str):
         raise TypeError(f"{call}: algorithm must be a string such as 'ring', not {type(algorithm).__name__}")
     if not library.has(function):
         raise MissingFunctionError(
-            f"{call}: algorithm={algorithm!r} needs {function}, which NCCL has since 2.31; the loaded library is "
+            f"{call}: algorithm={algorithm!r} needs {function}, which NCCL has since 2.31; the loaded "
+            "library is "
             f"{library.version_string} ({library.path}): use a newer one, or leave algorithm out",
             call=function,
         )

@@ -5,25 +5,27 @@ from __future__ import annotations
 import ctypes
 import operator
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from .abi.errors import InvalidArgumentError
-from .abi.library import load
+from .abi.library import Library, load
+from .abi.types import ncclUniqueId
 from .config import UniqueId
+from .core import Config, Core
 from .operations import check_rank
-
-if TYPE_CHECKING:
-    from .communicator import Communicator, Config
 
 _NO_COLOR = -1
 
 
-class Derivation:
+Self = TypeVar("Self", bound="Derivation")
+
+
+class Derivation(Core):
     """The calls of a Communicator that give another Communicator. Those of one parent are made by all its ranks."""
 
     def split(
-        self: Any, color: int | None, key: int = 0, *, config: Config = None, name: str | None = None
-    ) -> Communicator | None:
+        self: Self, color: int | None, key: int = 0, *, config: Config = None, name: str | None = None
+    ) -> Self | None:
         """Ranks of one ``color`` (0 or more) form a communicator, ordered by ``key`` and then by their rank here.
 
         ``color=None`` takes part and joins none: the result is None. Every rank calls it.
@@ -49,16 +51,17 @@ class Derivation:
         return child
 
     def shrink(
-        self: Any,
+        self: Self,
         exclude: Iterable[int],
         *,
         abort: bool = False,
         config: Config = None,
         name: str | None = None,
-    ) -> Communicator:
+    ) -> Self:
         """A communicator of all ranks but those in ``exclude``, in the same order; only the others call it.
 
-        ``abort=True`` first ends calls that still run on this communicator, for example because a rank died in them.
+        ``abort=True`` first ends calls that still run on this communicator, for example because a rank died
+        in them.
         """
         call = "shrink (ncclCommShrink)"
         self.check_open(call)
@@ -80,10 +83,8 @@ class Derivation:
         child._create(call, make)
         return child
 
-    def growth_id(self: Any) -> UniqueId:
+    def growth_id(self) -> UniqueId:
         """The id that new ranks ``join`` with and that this rank, alone of the old ones, passes to ``grow``."""
-        from .abi.types import ncclUniqueId
-
         self.check_open("growth_id")
         made = ncclUniqueId()
         self.settle(
@@ -93,13 +94,13 @@ class Derivation:
         return UniqueId(bytes(made))
 
     def grow(
-        self: Any,
+        self: Self,
         nranks: int,
         unique_id: UniqueId | None = None,
         *,
         config: Config = None,
         name: str | None = None,
-    ) -> Communicator:
+    ) -> Self:
         """A communicator of ``nranks``: all ranks of this one, with their ranks, and new ones that ``join``.
 
         The rank that made the id with ``growth_id`` passes it, the others pass None.
@@ -117,38 +118,36 @@ class Derivation:
 
     @classmethod
     def join(
-        cls: Any,
+        cls: type[Self],
         nranks: int,
         unique_id: UniqueId,
         rank: int,
         *,
         config: Config = None,
-        library: Any = None,
+        library: str | Library | None = None,
         timeout: float | None = None,
         name: str | None = None,
-    ) -> Communicator:
+    ) -> Self:
         """Become rank ``rank`` of a communicator that is growing to ``nranks`` (see ``growth_id`` and ``grow``)."""
         rank = check_rank("join", "rank", rank, nranks)
         comm = cls.__new__(cls)
-        comm._prepare_to_live(load(library), timeout, name, config)
-        comm.rank, comm.size = rank, nranks
+        comm._begin(load(library), rank, nranks, timeout, name, config)
         comm._create("join (ncclCommGrow)", _grow(comm, None, nranks, unique_id.as_struct(), rank))
         return comm
 
 
-def _child(parent: Any, name: str | None, config: Config) -> Any:
-    """A communicator to be, with its parent's library and limits; it inherits the parent's config unless given one."""
+def _child(parent: Self, name: str | None, config: Config) -> Self:
+    """A communicator to be, with its parent's library, time limit and, unless one is given, configuration."""
     child = type(parent).__new__(type(parent))
-    child._prepare_to_live(parent.library, parent._timeout, name, config)
-    if config is None and name is None:
-        child._config, child._blocking = None, parent._blocking
-        child._waits_by_itself = parent._waits_by_itself
-    child.rank, child.size = -1, 0  # known when it is made
+    given = config if config is not None else parent._given
+    child._begin(
+        parent.library, -1, 0, parent._timeout, name, given
+    )  # rank and size are known when it is made
     child._parent = parent
     return child
 
 
-def _grow(child: Any, parent: int | None, nranks: int, uid: Any, rank: int) -> Any:
+def _grow(child: Core, parent: int | None, nranks: int, uid: Any, rank: int) -> Any:
     def make(box: Any) -> int:
         given = child._config
         config = ctypes.byref(given) if given is not None else None

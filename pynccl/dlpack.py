@@ -1,7 +1,8 @@
 """DLPack capsules read in place: the description of a tensor without taking it over.
 
-NumPy's own ``from_dlpack`` refuses bfloat16 and fp8, so the C structures are read here. The capsule is never renamed:
-its exporter stays the owner, and whoever uses the address keeps the capsule alive. Layouts are those of dlpack.h 1.1.
+NumPy's own ``from_dlpack`` refuses bfloat16 and fp8, so the C structures are read here. The capsule is never
+renamed: its exporter stays the owner, and whoever uses the address keeps the capsule alive. Layouts are those
+of dlpack.h 1.1.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Tensor(NamedTuple):
     read_only: bool
 
     @property
-    def count(self) -> int:
+    def elements(self) -> int:
         return prod(self.shape)
 
 

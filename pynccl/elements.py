@@ -1,9 +1,10 @@
 """What one array element means to NCCL: the data type it moves as, and the reductions that are right for it.
 
-NCCL knows twelve types. Array libraries know more, and two of them (bool, complex) still have reductions that NCCL's
-types express exactly: "max" of booleans as bytes is logical or, a sum of complex numbers is a sum of twice as many
-floats. This table says so for every type, by the name that NumPy, CuPy, ml_dtypes and PyTorch share. A type that is
-not in it can be moved (as its bytes) and never reduced. Nothing here knows an array library or a communicator.
+NCCL knows twelve types. Array libraries know more, and two of them (bool, complex) still have reductions that
+NCCL's types express exactly: "max" of booleans as bytes is logical or, a sum of complex numbers is a sum of
+twice as many floats. This table says so for every type, by the name that NumPy, CuPy, ml_dtypes and PyTorch
+share. A type that is not in it can be moved (as its bytes) and never reduced. Nothing here knows an array
+library or a communicator.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ def operation_name(call: str, op: object) -> str:
             f"{call}: op={str(op)!r} is not a reduction; use one of {', '.join(_EVERY)}"
         )
     raise TypeError(
-        f"{call}: op must be a name such as 'sum', a pynccl.ReduceOp or comm.premul_sum(...), not {type(op).__name__}"
+        f"{call}: op must be a name such as 'sum', a pynccl.ReduceOp or comm.premul_sum(...), not "
+        f"{type(op).__name__}"
     )
 
 

@@ -1,6 +1,7 @@
 """Arrays in flight: kept alive from the call that uses them until the stream has passed it.
 
-Bookkeeping is bounded: every new call first drops what its stream has completed, so no more is held than was queued.
+Bookkeeping is bounded: every new call first drops what its stream has completed, so no more is held than was
+queued.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class HostFlight:
 class GpuFlight:
     """What work on CUDA streams uses, by an event recorded behind each call.
 
-    Needed only where memory could be reused too early: when a call runs on another stream than the array library's
-    current one, or the array's library does not free in the order of a stream (see ``arrays.STREAM_ORDERED``).
+    Needed only where memory could be reused too early: when a call runs on another stream than the array
+    library's current one, or the array's library does not free in the order of a stream (see
+    ``arrays.STREAM_ORDERED``).
     """
 
     def __init__(self) -> None:
@@ -53,7 +55,7 @@ class GpuFlight:
     def hold(self, stream: int, keep: Any) -> None:
         """Keep ``keep`` alive until everything now on ``stream`` is done. Call it right after the call."""
         if gpu.is_capturing(stream):
-            return  # a captured call runs at every replay: its arrays are the owner's to keep, as for CUDA itself
+            return  # a captured call runs at every replay: keeping its arrays is up to the graph's owner
         held = self._held.setdefault(stream, deque())
         while held and held[0][0].done:
             held.popleft()

@@ -1,12 +1,13 @@
 """Groups: calls that are started together, so that sends and receives cannot wait for each other.
 
-Why the calls are collected in Python and not given to the library as they come: NCCL has no way to cancel a group.
-After ``ncclGroupStart`` an exception in the caller's code would leave a choice between ``ncclGroupEnd``, which starts
-half a group that the other ranks never match, and no ``ncclGroupEnd``, which swallows every later call of the thread.
-(``ncclGroupSimulateEnd`` discards, but only since 2.22, and it may connect to peers first.) So inside ``with group()``
-each call is checked and marshalled as always, and kept; leaving the block normally makes all of them between
-``ncclGroupStart`` and ``ncclGroupEnd``; leaving it by an exception forgets them, and the library never knew.
-If the library itself refuses one of the calls, ``ncclGroupEnd`` discards the group and reports the error.
+Why the calls are collected in Python and not given to the library as they come: NCCL has no way to cancel a
+group. After ``ncclGroupStart`` an exception in the caller's code would leave a choice between
+``ncclGroupEnd``, which starts half a group that the other ranks never match, and no ``ncclGroupEnd``, which
+swallows every later call of the thread. (``ncclGroupSimulateEnd`` discards, but only since 2.22, and it may
+connect to peers first.) So inside ``with group()`` each call is checked and marshalled as always, and kept;
+leaving the block normally makes all of them between ``ncclGroupStart`` and ``ncclGroupEnd``; leaving it by an
+exception forgets them, and the library never knew. If the library itself refuses one of the calls,
+``ncclGroupEnd`` discards the group and reports the error.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ from .abi.types import ncclSimInfo_t
 from .threadstate import current
 
 if TYPE_CHECKING:
-    from .communicator import Communicator
+    from .core import Core
 
 
 class Deferred(NamedTuple):
     """One call of a group. ``function`` makes it and returns the code; ``done`` follows the group's success."""
 
     library: Library
-    comm: Communicator | None
+    comm: Core | None
     name: str
     function: Callable[[], int]
     done: Callable[[int], None]
+    dropped: Callable[[], None]
+    """Follows instead when the group fails, or is given up by an exception in the block."""
     keep: Any
     """What must live until the call is made and, by ``done``, until it is finished."""
 
@@ -53,15 +56,21 @@ class Group:
         return len(self.calls)
 
 
+def nothing() -> None:
+    """For calls that need not know."""
+
+
 @contextmanager
 def group(*, simulate: bool = False) -> Iterator[Group]:
     """Start all communication calls made in this block, in this thread, together when the block ends.
 
-    Needed for sends and receives that depend on each other, for several communicators driven by one thread, and to
-    fuse many small calls. Outputs are valid after the block (on a stream: after the stream). Blocks may be nested; the
-    outermost one starts the calls. An exception in the block starts nothing, and the communicators stay usable.
+    Needed for sends and receives that depend on each other, for several communicators driven by one thread,
+    and to fuse many small calls. Outputs are valid after the block (on a stream: after the stream). Blocks
+    may be nested; the outermost one starts the calls. An exception in the block starts nothing, and the
+    communicators stay usable.
 
-    With ``simulate=True`` nothing is started at all: the library only estimates the time (``ncclGroupSimulateEnd``).
+    With ``simulate=True`` nothing is started at all: the library only estimates the time
+    (``ncclGroupSimulateEnd``).
 
     >>> with pynccl.group():                                  # doctest: +SKIP
     ...     comm.send(x, (comm.rank + 1) % comm.size)
@@ -75,13 +84,18 @@ def group(*, simulate: bool = False) -> Iterator[Group]:
     opened = Group(outer, simulate)
     current.set_group(opened)
     try:
-        yield opened
-    finally:
-        current.set_group(outer)
-    if outer is not None:
-        outer.calls.extend(opened.calls)
-    else:
-        _start(opened)
+        try:
+            yield opened
+        finally:
+            current.set_group(outer)
+        if outer is None:
+            _start(opened)
+        else:
+            outer.calls.extend(opened.calls)
+    except BaseException:
+        for call in opened.calls:
+            call.dropped()
+        raise
 
 
 def _start(opened: Group) -> None:

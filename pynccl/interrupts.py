@@ -1,12 +1,13 @@
 """Ctrl-C (and every other Python signal handler) while a thread waits inside the host library.
 
-Python runs signal handlers in the main thread, between bytecodes: a thread that waits in C runs none, and Ctrl-C would
-do nothing until the deadline. So the library's slow waits call back every 50 ms, the handlers run there, and when one
-raises, the wait gives up; the exception is raised again where the call was made.
+Python runs signal handlers in the main thread, between bytecodes: a thread that waits in C runs none, and
+Ctrl-C would do nothing until the deadline. So the library's slow waits call back every 50 ms, the handlers
+run there, and when one raises, the wait gives up; the exception is raised again where the call was made.
 
-The callback must not be a plain Python function. A function that runs in the main thread may be interrupted at its
-very first instruction, before it can enter a ``try``; the exception would then be printed and lost. A generator that
-is suspended *inside* a ``try`` has no such gap, and everything between ctypes and the generator is written in C.
+The callback must not be a plain Python function. A function that runs in the main thread may be interrupted
+at its very first instruction, before it can enter a ``try``; the exception would then be printed and lost. A
+generator that is suspended *inside* a ``try`` has no such gap, and everything between ctypes and the
+generator is written in C.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def _watch() -> Generator[int, None, None]:
     answer = 0
     while True:
         try:
-            # Suspended here, inside the try. Resuming runs the pending signal handlers; one that raises, raises here.
+            # Suspended here, inside the try. Resuming runs the pending signal handlers; one that raises,
+            # raises here.
             yield answer
             answer = 0
         except GeneratorExit:

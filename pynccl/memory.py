@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import arrays, gpu
+from .abi.enums import DataType
 from .abi.errors import InvalidArgumentError, InvalidUsageError, check
 from .abi.library import Library
 from .abi.types import ncclWaitSignalDesc_t
 from .arrays import Buffer
-from .operations import Place, Plan, check_rank, moved_as, view_in_place
+from .calls import Collectives
+from .operations import Plan, check_rank, moved_as, view_in_place
 from .premul import numpy_dtype
 
 if TYPE_CHECKING:
-    from .communicator import Communicator
+    from .core import Core
 
 SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 _ALIGNMENT = 4096  # NCCL_WIN_REQUIRED_ALIGNMENT
@@ -32,7 +34,7 @@ class Registered:
 
     _what, _undo = "register", "ncclCommDeregister"
 
-    def __init__(self, comm: Communicator, buffer: Buffer, handle: int | None) -> None:
+    def __init__(self, comm: Core, buffer: Buffer, handle: int | None) -> None:
         self.comm, self.buffer, self._handle = comm, buffer, handle
         comm.own(self)
 
@@ -56,6 +58,10 @@ class Registered:
         code = getattr(self.comm.library, self._undo)(self.comm.handle, handle)
         self.comm.settle(code, f"{self._what} ({self._undo})")
 
+    def invalidate(self) -> None:
+        """Its communicator has ended, and the registration with it."""
+        self._handle = None
+
     def __enter__(self) -> Any:
         return self
 
@@ -72,25 +78,14 @@ class Window(Registered):
     _what, _undo = "register_window", "ncclCommWindowDeregister"
 
 
-class OneSided:
+class OneSided(Collectives):
     """A Communicator's memory, and its calls that need no partner."""
-
-    library: Library
-    rank: int
-    size: int
-    device: int | None
-    on_gpu: bool
-    place: Place
-    _handle: int | None
-    check_open: Any
-    settle: Any
-    issue: Any
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any = "float32") -> Any:
         """An array in the library's own memory (``ncclMemAlloc``), on which its calls move the fewest bytes.
 
-        A NumPy array on the host library (zeroed pages that other ranks can map), a CuPy array on NCCL. The memory is
-        freed when the array, and everything made of it, is gone.
+        A NumPy array on the host library (zeroed pages that other ranks can map), a CuPy array on NCCL. The
+        memory is freed when the array, and everything made of it, is gone.
         """
         self.check_open("empty")
         shape = (
@@ -118,7 +113,8 @@ class OneSided:
             made = (
                 np.frombuffer(owner, dtype=np.uint8)[: prod(shape) * kind.itemsize].view(kind).reshape(shape)
             )
-        # Freeing is local and never waits for other ranks, so the garbage collector may do it. At exit nobody does.
+        # Freeing is local and never waits for other ranks, so the garbage collector may do it. At exit nobody
+        # does.
         weakref.finalize(owner, _free, self.library, address, self.device, os.getpid()).atexit = False
         return made
 
@@ -129,7 +125,8 @@ class OneSided:
     def register_window(self, x: Any, *, flags: int = SYMMETRIC) -> Window:
         """Open ``x`` to the other ranks (``ncclCommWindowRegister``). Every rank calls it, with arrays of one size.
 
-        ``x`` comes from ``comm.empty``. ``flags`` are NCCL's (1: symmetric, for the fastest collectives; 0: plain).
+        ``x`` comes from ``comm.empty``. ``flags`` are NCCL's (1: symmetric, for the fastest collectives; 0:
+        plain).
         """
         return self._registered("register_window", Window, x, flags)
 
@@ -146,7 +143,8 @@ class OneSided:
     ) -> None:
         """Write ``x`` into ``peer``'s part of ``window``, ``offset`` bytes from its start, and then signal ``peer``.
 
-        ``peer`` sees the data after its ``wait_signal``. ``signal`` and ``context`` choose the signal that is raised.
+        ``peer`` sees the data after its ``wait_signal``. ``signal`` and ``context`` choose the signal that is
+        raised.
         """
         call, function = "put", "ncclPutSignal"
         self.check_open(call)
@@ -160,13 +158,14 @@ class OneSided:
         start = operator.index(offset)
         if start < 0 or start + buffer.nbytes > window.buffer.nbytes:
             raise InvalidArgumentError(
-                f"{call}: {buffer.nbytes} bytes at offset {start} do not fit a window of {window.buffer.nbytes} bytes"
+                f"{call}: {buffer.nbytes} bytes at offset {start} do not fit a window of "
+                f"{window.buffer.nbytes} bytes"
             )
         arguments = (
             *(buffer.address, buffer.count * lanes, dtype, peer, window.handle, start),
             *(signal, context, 0, self._handle),
         )
-        planned = Plan(buffer.address, None, buffer.count, dtype, None, None, (buffer, window.buffer))
+        planned = Plan(None, None, 0, dtype, None, None, (buffer, window.buffer))
         self.issue(f"{call} ({function})", function, arguments, stream, planned)
 
     def signal(self, peer: int, *, signal: int = 0, context: int = 0, stream: Any = None) -> None:
@@ -192,27 +191,23 @@ class OneSided:
             wanted = dict(peers)
         else:
             ranks = peers if isinstance(peers, Iterable) else (peers,)
-            wanted = {peer: count for peer in ranks}
+            wanted = dict.fromkeys(ranks, count)
         for peer, number in wanted.items():
             check_rank(call, "peer", peer, self.size)
             if number < 1:
                 raise InvalidArgumentError(f"{call}: count={number} for rank {peer} must be at least 1")
         if not wanted:
             raise InvalidArgumentError(f"{call}: no peer to wait for; name at least one rank")
-        rows = [(number, peer, signal, context) for peer, number in wanted.items()]
+        rows = [ncclWaitSignalDesc_t(number, peer, signal, context) for peer, number in wanted.items()]
         descriptions = (ncclWaitSignalDesc_t * len(rows))(*rows)
         arguments = (len(rows), descriptions, self._handle)
         self._issue_without_data(call, function, arguments, stream)
 
     def _issue_without_data(self, call: str, function: str, arguments: tuple[Any, ...], stream: Any) -> None:
-        if self.on_gpu and stream is None:
-            stream = gpu.current_stream()
-        token = arrays.view(call, "token", self._signal_token())
-        planned = Plan(None, None, 0, 1, None, None, (token,))  # type: ignore[arg-type]
+        # The stream is found from an array's library, so a call without one is given the communicator's token.
+        token = arrays.view(call, "token", self._get_token())
+        planned = Plan(None, None, 0, DataType.UINT8, None, None, (token,))
         self.issue(f"{call} ({function})", function, arguments, stream, planned)
-
-    def _signal_token(self) -> Any:
-        return gpu.empty(1, "uint8") if self.on_gpu else np.empty(1, "uint8")
 
     def _registered(self, call: str, kind: type[Any], x: Any, flags: int | None) -> Any:
         self.check_open(call)
@@ -228,7 +223,8 @@ class OneSided:
         else:
             if buffer.address % _ALIGNMENT:
                 raise InvalidArgumentError(
-                    f"{call}: x ({buffer}) starts at {buffer.address:#x}, and a window starts at a multiple of "
+                    f"{call}: x ({buffer}) starts at {buffer.address:#x}, and a window starts at a multiple "
+                    "of "
                     f"{_ALIGNMENT}; allocate it with comm.empty(shape, dtype)"
                 )
             function = "ncclCommWindowRegister"

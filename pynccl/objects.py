@@ -1,10 +1,12 @@
 """Python values between ranks: data only, as JSON with arrays and bytes beside it. Never pickle.
 
-Unpickling runs code that the sender chose; reading this format only builds values. It carries None, bool, int, float,
-str, bytes, lists, tuples, dicts, and NumPy arrays and scalars of any dtype without Python objects (ml_dtypes' too).
+Unpickling runs code that the sender chose; reading this format only builds values. It carries None, bool,
+int, float, str, bytes, lists, tuples, dicts, and NumPy arrays and scalars of any dtype without Python objects
+(ml_dtypes' too).
 
-A message is: 8 bytes with the length of the JSON, the JSON, then the raw bytes of each array and bytes value in turn.
-In the JSON an object ``{"$": kind, ...}`` stands for a value that JSON does not have; every dict is one of these.
+A message is: 8 bytes with the length of the JSON, the JSON, then the raw bytes of each array and bytes value
+in turn. In the JSON an object ``{"$": kind, ...}`` stands for a value that JSON does not have; every dict is
+one of these.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import numpy as np
 
 from . import gpu
 from .abi.errors import InvalidArgumentError, InvalidUsageError
+from .calls import Collectives
+from .core import Core
 from .operations import check_rank
 from .threadstate import current
 
@@ -46,14 +50,14 @@ def decode(call: str, message: bytes | bytearray | memoryview) -> Any:
         raise InvalidArgumentError(f"{call}: the message received is damaged ({error})") from error
 
 
-class Objects:
+class Objects(Collectives):
     """A Communicator's calls for Python values."""
 
-    def broadcast_object(self: Any, obj: Any = None, root: int = 0) -> Any:
+    def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
         """The root's ``obj`` on every rank (a copy, also on the root). Elsewhere ``obj`` is not looked at.
 
-        It is data: None, bool, int, float, str, bytes, lists, tuples, dicts, NumPy arrays. TypeError for anything
-        else, since nothing is pickled. Waits for the result; not for use inside ``pynccl.group()``.
+        It is data: None, bool, int, float, str, bytes, lists, tuples, dicts, NumPy arrays. TypeError for
+        anything else, since nothing is pickled. Waits for the result; not for use inside ``pynccl.group()``.
         """
         call = "broadcast_object"
         _check_now(self, call)
@@ -67,7 +71,7 @@ class Objects:
         )
         return decode(call, _out(self, self.broadcast(_in(self, data), root)).data)
 
-    def all_gather_object(self: Any, obj: Any) -> list[Any]:
+    def all_gather_object(self, obj: Any) -> list[Any]:
         """``obj`` of every rank, in rank order, on every rank. See ``broadcast_object`` for what it may be."""
         call = "all_gather_object"
         _check_now(self, call)
@@ -79,7 +83,7 @@ class Objects:
         return [decode(call, row[: int(size)].data) for row, size in zip(rows, sizes, strict=True)]
 
 
-def _check_now(comm: Any, call: str) -> None:
+def _check_now(comm: Core, call: str) -> None:
     comm.check_open(call)
     if current.busy:
         raise InvalidUsageError(
@@ -87,11 +91,11 @@ def _check_now(comm: Any, call: str) -> None:
         )
 
 
-def _in(comm: Any, array: np.ndarray) -> Any:
+def _in(comm: Core, array: np.ndarray) -> Any:
     return gpu.to_gpu(array) if comm.on_gpu else array
 
 
-def _out(comm: Any, array: Any) -> np.ndarray:
+def _out(comm: Core, array: Any) -> np.ndarray:
     return gpu.to_host(array) if comm.on_gpu else array
 
 
@@ -147,7 +151,8 @@ def _pack(call: str, value: Any, where: str, blobs: list[bytes], inside: tuple[i
             scalar = isinstance(value, np.generic)
             return {"$": "scalar" if scalar else "array", "t": name, "s": array.shape, "n": len(blobs[-1])}
     raise TypeError(
-        f"{call}: {where} is a {kind.__name__}, and only data is sent: None, bool, int, float, str, bytes, list, tuple, "
+        f"{call}: {where} is a {kind.__name__}, and only data is sent: None, bool, int, float, str, bytes, "
+        "list, tuple, "
         "dict, and NumPy arrays; convert it first (objects are never pickled)"
     )
 

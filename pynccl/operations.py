@@ -1,7 +1,8 @@
 """The ten data-moving calls as a table, and the one checked path that turns arrays into a library call.
 
-A row of ``OPERATIONS`` says what a collective does to shapes and which ranks give and get data; ``plan`` derives
-every check, default output and message from it. It knows sizes and ranks, but no communicator: tests need none.
+A row of ``OPERATIONS`` says what a collective does to shapes and which ranks give and get data; ``plan``
+derives every check, default output and message from it. It knows sizes and ranks, but no communicator: tests
+need none.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Plan(NamedTuple):
 
     send: int | None
     recv: int | None
-    count: int
+    elements: int
     dtype: DataType
     op: int | None
     result: Any
@@ -87,7 +88,7 @@ class Place(NamedTuple):
 
 
 def plan(what: Operation, x: Any, out: Any, op: Any, root: int | None, place: Place) -> Plan:
-    """Check one rank's part of a collective. ``op`` is a reduction's name or a PreMulSum, None if ``what`` has none.
+    """Check one rank's part of a collective. ``op`` is a reduction's name or a PreMulSum; only reductions use it.
 
     Raises TypeError and InvalidArgumentError. Nothing has been given to the library when it raises.
     """
@@ -95,51 +96,32 @@ def plan(what: Operation, x: Any, out: Any, op: Any, root: int | None, place: Pl
     at_root = not what.rooted or root == place.rank
     gives, gets = at_root or not what.x_on_root, at_root or not what.out_on_root
 
-    source = None
-    if x is not None or gives or out is None:
-        if x is None:
-            why = "its data is read there" if gives else "the shape of the output is not known; pass out="
-            raise TypeError(f"{call}: x is None on rank {place.rank}, but {why}")
+    source = target = None
+    if x is not None:
         source = _memory(call, "x", x, what, place)
         if what.x_blocks:
-            _check_divides(call, source, size)
-
-    target = None
+            _check_divides(call, "", source, size)
+    elif gives or out is None:
+        why = "its data is read there" if gives else "the shape of the output is not known; pass out="
+        raise TypeError(f"{call}: x is None on rank {place.rank}, but {why}")
     if gets:
-        if out is not None:
-            target = _memory(call, "out", out, what, place)
-        elif what.in_place_by_default:
-            target = source
-        else:
-            assert source is not None
-            made = source.home.empty(source, _output_shape(what, source, size))
-            target = _memory(call, "out", made, what, place)
-        assert target is not None
-        if target.read_only:
-            raise InvalidArgumentError(_cannot_write(what, target, out is None))
-        if out is not None and what.out_blocks:
-            _check_divides(call, target, size, "out")
+        target = _output(what, source, out, place)
+        if source is not None and source is not target:
+            _check_pair(what, source, target, size)
+            if gives:
+                _check_overlap(what, source, target, place.rank)
 
-    if source is not None and target is not None and source is not target:
-        _check_pair(what, source, target, size)
-
-    shown = target if target is not None else source
+    shown, blocked = (target, what.out_blocks) if target is not None else (source, what.x_blocks)
     assert shown is not None
-    blocks = size if (what.out_blocks if shown is target else what.x_blocks) else 1
     dtype, lanes, code = _types(what, shown, op, place.on_gpu)
-    if source is not None and target is not None and source is not target and gives:
-        at = place.rank if what.x_blocks != what.out_blocks else 0
-        _check_overlap(what, source, target, at)
     return Plan(
-        send=source.address
-        if source is not None and gives
-        else (target.address if target is not None else None),
+        send=(source if source is not None and gives else shown).address,
         recv=target.address if target is not None else None,
-        count=shown.count // blocks * lanes,
+        elements=(shown.count // size if blocked else shown.count) * lanes,
         dtype=dtype,
         op=code,
         result=target.array if target is not None else None,
-        buffers=tuple({id(b): b for b in (source, target) if b is not None}.values()),
+        buffers=(shown,) if source is None or source is shown else (source, shown),
     )
 
 
@@ -152,7 +134,7 @@ def plan_message(call: str, x: Any, place: Place, *, writes: bool) -> Plan:
     return Plan(
         send=buffer.address,
         recv=buffer.address,
-        count=buffer.count * lanes,
+        elements=buffer.count * lanes,
         dtype=dtype,
         op=None,
         result=buffer.array,
@@ -178,22 +160,27 @@ def view_in_place(call: str, role: str, x: Any, place: Place) -> Buffer:
     buffer = arrays.view(call, role, x)
     if place.on_gpu and buffer.device is None:
         raise InvalidArgumentError(
-            f"{call}: {role} ({buffer}) is in host memory and this communicator is NCCL's, for GPU memory; pass "
+            f"{call}: {role} ({buffer}) is in host memory and this communicator is NCCL's, for GPU memory; "
+            "pass "
             f"cupy.asarray({role}), or make a host communicator with pynccl.init(library='host')"
         )
     if not place.on_gpu and buffer.device is not None:
         raise InvalidArgumentError(
-            f"{call}: {role} ({buffer}) is on GPU {buffer.device} and this communicator is the host library's, for "
+            f"{call}: {role} ({buffer}) is on GPU {buffer.device} and this communicator is the host "
+            "library's, for "
             f"host memory; pass cupy.asnumpy({role}), or make a communicator with pynccl.init(library='nccl')"
         )
     if place.on_gpu and place.device is not None and buffer.device != place.device:
         raise InvalidArgumentError(
-            f"{call}: {role} ({buffer}) is on GPU {buffer.device} and this communicator is on GPU {place.device}; "
-            f"copy it there, or choose the device with cupy.cuda.Device({buffer.device}).use() before pynccl.init"
+            f"{call}: {role} ({buffer}) is on GPU {buffer.device} and this communicator is on GPU "
+            f"{place.device}; "
+            f"copy it there, or choose the device with cupy.cuda.Device({buffer.device}).use() before "
+            "pynccl.init"
         )
     if not (buffer.c_order or buffer.f_order):
         raise InvalidArgumentError(
-            f"{call}: {role} ({buffer}) is not contiguous; pass a contiguous copy, np.ascontiguousarray({role}), "
+            f"{call}: {role} ({buffer}) is not contiguous; pass a contiguous copy, "
+            f"np.ascontiguousarray({role}), "
             "and copy the result back if it is an output"
         )
     return buffer
@@ -230,6 +217,31 @@ def _types(what: Operation, buffer: Buffer, op: Any, on_gpu: bool) -> tuple[Data
     return element.reduces_as, element.reduce_lanes, code
 
 
+def _output(what: Operation, source: Buffer | None, out: Any, place: Place) -> Buffer:
+    """Where the result goes: ``out``, or ``x`` itself, or a new array of x's library."""
+    call = what.name
+    if out is not None:
+        target = _memory(call, "out", out, what, place)
+        if what.out_blocks:
+            _check_divides(call, "out: ", target, place.size)
+    else:
+        assert source is not None
+        if what.in_place_by_default:
+            target = source
+        else:
+            return _memory(
+                call, "out", source.home.empty(source, _output_shape(what, source, place.size)), what, place
+            )
+    if target.read_only:
+        role, remedy = (
+            ("x", "it is also the output; pass out=") if out is None else ("out", "pass a writable array")
+        )
+        raise InvalidArgumentError(
+            f"{call}: {role} ({target}) cannot be written ({target.read_only}); {remedy}"
+        )
+    return target
+
+
 def _output_shape(what: Operation, source: Buffer, size: int) -> tuple[int, ...]:
     shape = source.shape or (1,)
     if what.x_blocks == what.out_blocks:
@@ -244,12 +256,12 @@ def _output_shape(what: Operation, source: Buffer, size: int) -> tuple[int, ...]
     return (shape[0] // size, *shape[1:])
 
 
-def _check_divides(call: str, buffer: Buffer, size: int, role: str = "") -> None:
+def _check_divides(call: str, role: str, buffer: Buffer, size: int) -> None:
     if buffer.count % size:
         padded = -(-buffer.count // size) * size
         raise InvalidArgumentError(
-            f"{call}: {role + ': ' if role else ''}{buffer.count} elements do not divide over {size} ranks "
-            f"({buffer}); pad to {padded} or pass a ({size}, k) array"
+            f"{call}: {role}{buffer.count} elements do not divide over {size} ranks ({buffer}); "
+            f"pad to {padded} or pass a ({size}, k) array"
         )
 
 
@@ -257,21 +269,25 @@ def _check_pair(what: Operation, source: Buffer, target: Buffer, size: int) -> N
     call = what.name
     if source.element.name != target.element.name:
         raise InvalidArgumentError(
-            f"{call}: out is {target.element.name} and x is {source.element.name}; nothing is cast on the way, "
+            f"{call}: out is {target.element.name} and x is {source.element.name}; nothing is cast on the "
+            "way, "
             f"pass an out of {source.element.name}"
         )
     block = source.count // size if what.x_blocks else source.count
     wanted = block * size if what.out_blocks else block
     if target.count != wanted:
         raise InvalidArgumentError(
-            f"{call}: out has {target.count} elements (shape {target.shape}) and must have {wanted}, for x of "
+            f"{call}: out has {target.count} elements (shape {target.shape}) and must have {wanted}, for x "
+            "of "
             f"{source.count} elements (shape {source.shape}) on {size} ranks"
         )
     both_fortran = source.f_order and target.f_order and source.shape == target.shape
     if not (source.c_order and target.c_order) and not both_fortran:
         raise InvalidArgumentError(
-            f"{call}: x ({source}) and out ({target}) do not list their elements in the same order (one is in Fortran "
-            "order, or both with different shapes); pass np.ascontiguousarray of the one that is in Fortran order"
+            f"{call}: x ({source}) and out ({target}) do not list their elements in the same order (one is "
+            "in Fortran "
+            "order, or both with different shapes); pass np.ascontiguousarray of the one that is in Fortran "
+            "order"
         )
 
 
@@ -298,8 +314,3 @@ def _check_overlap(what: Operation, source: Buffer, target: Buffer, rank: int) -
     raise InvalidArgumentError(
         f"{what.name}: x ({source}) and out ({target}) overlap; {allowed}, anything else must lie apart"
     )
-
-
-def _cannot_write(what: Operation, target: Buffer, in_place: bool) -> str:
-    role, remedy = ("x", "it is also the output; pass out=") if in_place else ("out", "pass a writable array")
-    return f"{what.name}: {role} ({target}) cannot be written ({target.read_only}); {remedy}"

@@ -13,13 +13,13 @@ from .abi.errors import InvalidArgumentError, InvalidUsageError
 from .elements import ElementType
 
 if TYPE_CHECKING:
-    from .communicator import Communicator
+    from .core import Core
 
 
 class PreMulSum:
     """An ``op`` for one communicator and one dtype. Freed by ``destroy``, a ``with`` block, or with its communicator."""
 
-    def __init__(self, comm: Communicator, scalar: Any, dtype: Any) -> None:
+    def __init__(self, comm: Core, scalar: Any, dtype: Any) -> None:
         call = "premul_sum"
         element = arrays.numpy_element(call, "dtype", numpy_dtype(dtype))
         if element.reduces_as is None or "sum" not in element.reductions:
@@ -48,6 +48,16 @@ class PreMulSum:
                 f"make one with comm.premul_sum(scalar, {element.name!r})"
             )
 
+    def check_comm(self, call: str, comm: Core) -> None:
+        if comm is not self.comm:
+            raise InvalidArgumentError(
+                f"{call}: op is a premul_sum of {self.comm!r}; make one with this communicator's premul_sum"
+            )
+
+    def invalidate(self) -> None:
+        """Its communicator has ended, and the operation with it."""
+        self._handle = None
+
     def destroy(self) -> None:
         """Free the operation; calls already made with it are not affected. Doing it twice is fine."""
         handle, self._handle = self._handle, None
@@ -75,9 +85,7 @@ def numpy_dtype(dtype: Any) -> np.dtype:
     return np.dtype(dtype)
 
 
-def _scalar(
-    call: str, scalar: Any, element: ElementType, comm: Communicator
-) -> tuple[int, ScalarResidence, Any]:
+def _scalar(call: str, scalar: Any, element: ElementType, comm: Core) -> tuple[int, ScalarResidence, Any]:
     """Where the factor lies: in host memory, read now; or on the GPU, read when the collective runs."""
     if comm.on_gpu and hasattr(scalar, "__cuda_array_interface__"):
         buffer = arrays.view(call, "scalar", scalar)

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .flight import gpu_flight
-from .group import Deferred
+from .group import Deferred, nothing
 from .operations import Operation, Plan
 from .streams import Stream
 from .threadstate import current
 
 if TYPE_CHECKING:
-    from .communicator import Communicator
+    from .core import Core
 
 
 class Prepared:
@@ -33,7 +33,7 @@ class Prepared:
 
     def __init__(
         self,
-        comm: Any,
+        comm: Core,
         what: Operation,
         function: str,
         arguments: tuple[Any, ...],
@@ -53,7 +53,7 @@ class Prepared:
         types = made.argtypes[: len(arguments)]
         self._arguments = tuple(kind(value) for kind, value in zip(types, arguments, strict=True)) + last
         self._function: Callable[..., int] = made
-        self._comm: Communicator = comm
+        self._comm: Core = comm
         self._name = f"{what.name} ({function})"
         self._queue, self._hold = queue, hold
         self._held = (planned.buffers, arguments)
@@ -64,7 +64,7 @@ class Prepared:
         if current.group is not None:
             self._comm.check_open(self._name)
             current.group.add(
-                Deferred(self._comm.library, self._comm, self._name, self._make, self._done, self)
+                Deferred(self._comm.library, self._comm, self._name, self._make, self._done, nothing, self)
             )
             return self.result
         code = self._function(*self._arguments)

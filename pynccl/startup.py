@@ -31,13 +31,14 @@ def init(
 ) -> Communicator:
     """The communicator of all ranks of this job. Use it in a ``with`` block.
 
-    With no argument, rank, size and meeting point come from the environment of the launcher: ``pynccl.launch``,
-    torchrun, Open MPI, MPICH, Slurm; a process that was not launched is a job of one rank. ``url`` names the meeting
-    point ("env://", "tcp://host:port", "file:///shared/folder/name"); ``rank`` and ``size`` go with it. With
-    ``unique_id`` no meeting is needed.
+    With no argument, rank, size and meeting point come from the environment of the launcher:
+    ``pynccl.launch``, torchrun, Open MPI, MPICH, Slurm; a process that was not launched is a job of one rank.
+    ``url`` names the meeting point ("env://", "tcp://host:port", "file:///shared/folder/name"); ``rank`` and
+    ``size`` go with it. With ``unique_id`` no meeting is needed.
 
-    ``library`` ("nccl", "host", a path) must be the same on all ranks, and is compared. On NCCL the GPU is the one
-    numbered by the local rank. ``timeout`` (seconds) covers the meeting and is the communicator's own.
+    ``library`` ("nccl", "host", a path) must be the same on all ranks, and is compared. On NCCL the GPU is
+    the one numbered by the local rank. ``timeout`` (seconds) covers the meeting and is the communicator's
+    own.
 
     Raises what ``Communicator`` and ``pynccl.rendezvous.share`` raise; a failed init leaves nothing behind.
 
@@ -72,11 +73,13 @@ def _share(lib: Library, place: Any, timeout: float | None) -> UniqueId:
         kind, version = str(theirs["kind"]), int(theirs["version"])
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidUsageError(
-            f"init: rank 0 sent something that is no invitation ({error}); is another program using {place.url}?"
+            f"init: rank 0 sent something that is no invitation ({error}); is another program using "
+            f"{place.url}?"
         ) from error
     if (kind, version) != (lib.kind, lib.version):
         raise InvalidUsageError(
-            f"init: rank {place.rank} has library {lib.kind} {lib.version} ({lib.path}; {lib.reason}) and rank 0 has "
+            f"init: rank {place.rank} has library {lib.kind} {lib.version} ({lib.path}; {lib.reason}) and "
+            "rank 0 has "
             f"{kind} {version}; all ranks need the same: set PYNCCL_LIBRARY, or pass library=, on every rank"
         )
     return received

@@ -1,7 +1,8 @@
 """Streams: host streams and events as objects, what counts as a stream of a call, and keeping arrays in flight alive.
 
-A host stream is a queue with a worker thread inside the host library; it goes wherever NCCL takes a ``cudaStream_t``.
-On GPUs the array libraries own the streams, and any of theirs (or a plain handle) is accepted.
+A host stream is a queue with a worker thread inside the host library; it goes wherever NCCL takes a
+``cudaStream_t``. On GPUs the array libraries own the streams, and any of theirs (or a plain handle) is
+accepted.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from .threadstate import current
 class Stream:
     """A queue of work in host memory, done in order by a thread of its own while the caller goes on.
 
-    Pass it as ``stream=`` of any call, or make it current: inside ``with stream:`` calls on host arrays go to it. The
-    arrays of queued calls are kept alive until the stream has passed them. An error of queued work is raised by
-    ``synchronize``. Close it when done (``close`` waits for its work).
+    Pass it as ``stream=`` of any call, or make it current: inside ``with stream:`` calls on host arrays go to
+    it. The arrays of queued calls are kept alive until the stream has passed them. An error of queued work is
+    raised by ``synchronize``. Close it when done (``close`` waits for its work).
 
     >>> import pynccl, numpy as np                             # doctest: +SKIP
     >>> stream = pynccl.Stream()                               # doctest: +SKIP
@@ -123,8 +124,9 @@ class Event:
         self.library = library if isinstance(library, Library) else load(library)
         box = ctypes.c_void_p()
         check(self.library, self.library.pyncclEventCreate(ctypes.byref(box)), "Event (pyncclEventCreate)")
-        self.handle = box.value
-        # Freeing an event never waits, so the garbage collector may do it (not at exit, nor for a forking parent).
+        self.handle = box.value or 0
+        # Freeing an event never waits, so the garbage collector may do it (not at exit, nor for a forking
+        # parent).
         weakref.finalize(self, _destroy_event, self.library, self.handle, os.getpid()).atexit = False
 
     def record(self, stream: Stream) -> None:
@@ -146,7 +148,8 @@ class Event:
 
 _streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
 
-# The default streams of CUDA: legacy 0 and 1, per thread 2. In host memory they all mean: now, in this thread.
+# The default streams of CUDA: legacy 0 and 1, per thread 2. In host memory they all mean: now, in this
+# thread.
 DEFAULTS = (0, 1, 2)
 
 
@@ -161,7 +164,8 @@ def host_stream(call: str, library: Library, stream: Any) -> Stream | None:
             handle = operator.index(stream)
         except TypeError:
             raise TypeError(
-                f"{call}: stream={stream!r} is no host stream; arrays in host memory take a pynccl.Stream (or None)"
+                f"{call}: stream={stream!r} is no host stream; arrays in host memory take a pynccl.Stream "
+                "(or None)"
             ) from None
         if handle in DEFAULTS:
             return None
