@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 
 __all__ = ["DTYPE", "count_wrong", "expected", "inputs", "premul_scalar", "tolerance"]
 
-Array = NDArray[np.generic]
+Array = NDArray[Any]
 
 # By nccl-tests' names.
 DTYPE: dict[str, np.dtype] = {
@@ -273,7 +274,7 @@ def _prod_mantissa(dtype: str, parts: _Parts) -> Array:
 def _prod_input(dtype: str, parts: _Parts) -> Array:
     role = parts.roles(parts.ranks, parts.rank)
     power = _work(dtype)[3][_share(_prod_exponents(dtype, parts), role, parts.ranks)]
-    value = np.where(role == 0, _prod_mantissa(dtype, parts) * power, power)
+    value: Array = np.where(role == 0, _prod_mantissa(dtype, parts) * power, power)
     return np.where(role & np.uint32(1), -value, value).astype(DTYPE[dtype])
 
 

@@ -23,7 +23,7 @@ POISON = 0xA5  # what a receive buffer is full of before a check
 class Host:
     """Ordinary memory of this machine. `index` is the rank's number on it, as no device has one."""
 
-    stream = None
+    stream: Any = None
     pci = (0, 0, 0)
 
     def __init__(self, index: int) -> None:
