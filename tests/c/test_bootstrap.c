@@ -228,6 +228,19 @@ SCENE(rank_0_given_twice_is_an_error_for_both) {
   done(parts, 2);
 }
 
+SCENE(a_name_that_somebody_holds_without_listening_is_an_error_on_rank_0) {
+  struct token token = random_token();
+  struct sockaddr_un address;
+  socklen_t size = address_of(&token, &address);
+  int holder = socket(AF_UNIX, SOCK_STREAM, 0);
+  CHECK(holder >= 0 && bind(holder, (struct sockaddr *)&address, size) == 0);
+  struct part *parts = start(&token, 2, 1, in_order, 0.2);
+  play(&parts[0]);
+  check_failed(&parts[0], ncclTimeout, " s; another process holds the socket of this unique id on this machine and does not answer");
+  close(holder);
+  done(parts, 1);
+}
+
 SCENE(different_numbers_of_ranks_are_an_error_with_both) {
   struct token token = random_token();
   struct part *parts = start(&token, 3, 2, in_order, 20);
@@ -351,18 +364,19 @@ SCENE(a_connection_dropped_before_the_greeting_is_made_again) {
 }
 
 SCENE(strangers_who_are_silent_or_babble_are_no_hindrance) {
-  int before = open_descriptors(), strangers[40];
+  int before = open_descriptors(), strangers[100], fds[2];
   struct token token = random_token();
   struct waiting waiting = {now() + 20, NULL, false};
   struct part *parts = start(&token, 3, 3, in_order, 20);
   go(&parts[0]);
-  for (int i = 0; i < 40; i++) { /* more than rank 0 keeps */
+  CHECK(pipe(fds) == 0);
+  for (int i = 0; i < 100; i++) { /* more than rank 0 keeps */
     struct session s = acted(&token, 3, 1, &waiting);
     strangers[i] = reach(&s);
     CHECK(strangers[i] >= 0);
     char babble[100] = "GET / HTTP/1.0\r\n\r\n";
     if (i % 4 == 1) send(strangers[i], babble, sizeof babble, MSG_NOSIGNAL);
-    if (i % 4 == 2) send(strangers[i], babble, 3, MSG_NOSIGNAL);
+    if (i % 4 == 2) send_all(&s, strangers[i], babble, 3, "", 0, fds[0], now() + 20); /* and a descriptor that nobody wants */
     if (i % 4 == 3) shutdown(strangers[i], SHUT_RDWR);
   }
   go(&parts[1]);
@@ -371,7 +385,9 @@ SCENE(strangers_who_are_silent_or_babble_are_no_hindrance) {
     end(&parts[i]);
     check_gathered(&parts[i]);
   }
-  for (int i = 0; i < 40; i++) close(strangers[i]);
+  for (int i = 0; i < 100; i++) close(strangers[i]);
+  close(fds[0]);
+  close(fds[1]);
   done(parts, 3);
   CHECK(open_descriptors() == before);
 }
@@ -417,6 +433,16 @@ SCENE(an_interrupt_ends_the_wait_of_the_callers_thread_only) {
 
 /* ---- tokens ------------------------------------------------------------------------------------------------------------------------------ */
 
+static void check_far(const struct token *token, struct token other) {
+  for (int lane = 0; lane < 2; lane++) {
+    uint64_t a, b;
+    memcpy(&a, token->bytes + 8 * lane, 8);
+    memcpy(&b, other.bytes + 8 * lane, 8);
+    int flips = __builtin_popcountll(a ^ b);
+    CHECK(flips >= 10 && flips <= 54);
+  }
+}
+
 SCENE(tokens_differ_when_anything_about_them_does) {
   struct token zero = {{0}}, one = {{1}}, tokens[12];
   int n = 0;
@@ -437,15 +463,12 @@ SCENE(tokens_differ_when_anything_about_them_does) {
   struct token same = derive(&zero, "split", 1, NULL, 0);
   CHECK(!memcmp(&same, &tokens[4], sizeof same));
 
-  /* A bit of the counter flips about half of the 128 bits, in both lanes. */
+  /* A bit of the counter, or of the very last word, flips about half of the 128 bits, in both lanes. */
+  uint64_t last = 0;
+  struct token plain = derive(&zero, "split", 0, &last, sizeof last);
   for (int bit = 0; bit < 64; bit++) {
-    struct token flipped = derive(&zero, "split", (uint64_t)1 << bit, NULL, 0);
-    for (int lane = 0; lane < 2; lane++) {
-      uint64_t a, b;
-      memcpy(&a, tokens[2].bytes + 8 * lane, 8);
-      memcpy(&b, flipped.bytes + 8 * lane, 8);
-      int flips = __builtin_popcountll(a ^ b);
-      CHECK(flips >= 10 && flips <= 54);
-    }
+    uint64_t flip = (uint64_t)1 << bit;
+    check_far(&tokens[2], derive(&zero, "split", flip, NULL, 0));
+    check_far(&plain, derive(&zero, "split", 0, &flip, sizeof flip));
   }
 }

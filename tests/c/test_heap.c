@@ -87,7 +87,7 @@ SCENE(a_limit_of_address_space_is_an_error_in_words) {
 
 static struct {
   pid_t pid;
-  int fd;
+  int fd, small;
   char *block;
   size_t offset;
 } parent;
@@ -105,7 +105,7 @@ static void use_parents_heap(void) {
   CHECK(peer && peer != heap_base() && peer[parent.offset] == 42 && open_descriptors() == before);
   peer[parent.offset] = 43;
   heap_unmap_peer(peer, heap_span());
-  CHECK(heap_map_peer(parent.pid, 0, heap_span()) == NULL); /* another file */
+  CHECK(heap_map_peer(parent.pid, parent.small, heap_span()) == NULL); /* not a heap */
   CHECK(heap_map_peer(parent.pid, 9999, heap_span()) == NULL && heap_map_peer(0x3fffffff, 3, heap_span()) == NULL);
 }
 
@@ -114,6 +114,7 @@ SCENE(another_process_maps_the_heap_and_a_forked_child_makes_its_own) {
   parent.pid = getpid();
   parent.block = alloc(1);
   parent.fd = heap_descriptor();
+  CHECK(segment_create(4096, 0, &parent.small) == ncclSuccess);
   parent.offset = heap_offset(parent.block, 1);
   *parent.block = 42;
   in_child(use_parents_heap);

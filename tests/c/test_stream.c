@@ -322,6 +322,7 @@ static void use_parents_handles(void) {
 #ifndef __SANITIZE_THREAD__ /* which does not bear threads in a child of threads */
   void *own = new_stream(), *event = new_event();
   struct note here;
+  CHECK(streams.nfree == 0); /* the parent's rest with the parent: their locks may be held */
   CHECK(pyncclStreamLaunchHostFunc(own, note, &here) == ncclSuccess && pyncclEventRecord(event, own) == ncclSuccess);
   CHECK(pyncclEventSynchronize(event, 0) == ncclSuccess && here.seen == 0);
   wait_and_destroy(own);
@@ -330,6 +331,7 @@ static void use_parents_handles(void) {
 
 SCENE(a_forked_child_is_told_that_streams_stay_with_the_parent) {
   struct gate gate = GATE;
+  wait_and_destroy(new_stream());
   in_parent_stream = new_stream();
   in_parent_event = new_event();
   CHECK(stream_enqueue(in_parent_stream, pass, &gate) == ncclSuccess && pyncclEventRecord(in_parent_event, in_parent_stream) == ncclSuccess);
