@@ -1,4 +1,4 @@
-"""NCCL's collectives in Python: one interface, over NVIDIA's libnccl on GPUs and pynccl's host library elsewhere.
+"""NCCL's collectives in Python: over NVIDIA's libnccl on GPUs, over pynccl's host library elsewhere.
 
 >>> import numpy as np, pynccl                                 # doctest: +SKIP
 >>> with pynccl.init() as comm:                                # doctest: +SKIP

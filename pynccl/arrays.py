@@ -1,4 +1,4 @@
-"""Arrays of any library as memory: address, elements, type, layout, and where it lies. Never copies, never casts.
+"""Arrays of any library as memory: address, elements, type, layout, place. Never copies, never casts.
 
 ``view(call, role, x)`` is the one way in. It asks the array's *home* (the library it belongs to: NumPy, CuPy,
 PyTorch, or a protocol) and every home is one row of ``_HOMES``. A home also allocates like arrays, which is
@@ -62,9 +62,11 @@ class Home(Protocol):
     def current_stream(self, device: int) -> int: ...
 
 
+UNKNOWN_DEVICE = -1
+
 addressof = ctypes.addressof
-# A ctypes view of no bytes: the cheapest way to the address of memory that is writable and in C order (0.2 us, where
-# ndarray.ctypes takes 1 us). It refuses everything else, so it is the check of both as well.
+# A ctypes view of no bytes: the cheapest way to the address of memory that is writable and in C order (0.2
+# us, where ndarray.ctypes takes 1 us). It refuses everything else, so it is the check of both as well.
 view_writable: Any = (ctypes.c_char * 0).from_buffer
 
 
@@ -264,7 +266,7 @@ class _Torch:
 
 
 class _CudaArrayInterface:
-    """Any object with ``__cuda_array_interface__`` (Numba and others). New arrays and streams come from CuPy."""
+    """Any object with ``__cuda_array_interface__`` (Numba, ...). New arrays and streams come from CuPy."""
 
     name = "__cuda_array_interface__"
 
@@ -374,7 +376,13 @@ def _numpy_dtype(element: ElementType) -> np.dtype:
 
 
 def _device_of(address: int) -> int:
-    cupy = cupy_module("finding the device of an array with __cuda_array_interface__")
-    if address == 0:
-        return int(cupy.cuda.runtime.getDevice())
-    return int(cupy.cuda.runtime.pointerGetAttributes(address).device)
+    """The device of GPU memory; UNKNOWN_DEVICE if CUDA cannot be asked (then no call can use it either)."""
+    cupy = sys.modules.get("cupy")  # imported with the first communicator on GPUs
+    if cupy is None:
+        return UNKNOWN_DEVICE
+    try:
+        if address == 0:  # no elements
+            return int(cupy.cuda.runtime.getDevice())
+        return int(cupy.cuda.runtime.pointerGetAttributes(address).device)
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return UNKNOWN_DEVICE

@@ -66,7 +66,7 @@ class Collectives(Core):
         return self._run(ALL_REDUCE, x, out, op, None, stream, algorithm)
 
     def all_gather(self, x: Any, out: Any = None, *, stream: Any = None, algorithm: str | None = None) -> Any:
-        """Every rank gets ``x`` of all ranks, in rank order: (k, ...) gives (size * k, ...), a scalar gives (size,).
+        """Every rank gets ``x`` of all ranks in rank order: (k, ...) gives (size * k, ...), () gives (size,).
 
         ``out``, if given, has size times the elements of ``x``; ``x`` may be this rank's block of it (in
         place).
@@ -76,7 +76,7 @@ class Collectives(Core):
     def reduce_scatter(
         self, x: Any, out: Any = None, op: Any = "sum", *, stream: Any = None, algorithm: str | None = None
     ) -> Any:
-        """Combine ``x`` of all ranks by ``op``; rank r gets block r of the result: (size * k, ...) gives (k, ...).
+        """Combine ``x`` of all ranks by ``op``; rank r gets block r: (size * k, ...) gives (k, ...).
 
         ``out``, if given, has 1/size of the elements; it may be this rank's block of ``x`` (in place).
         """
@@ -85,7 +85,7 @@ class Collectives(Core):
     def broadcast(
         self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, algorithm: str | None = None
     ) -> Any:
-        """Every rank gets the root's ``x``, in ``x`` itself or in ``out`` (then ``x`` may be None off the root)."""
+        """Every rank gets the root's ``x``: in ``x``, or in ``out`` (``x`` may be None elsewhere)."""
         return self._run(BROADCAST, x, out, None, root, stream, algorithm)
 
     def reduce(
@@ -114,7 +114,7 @@ class Collectives(Core):
     def gather(
         self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, algorithm: str | None = None
     ) -> Any:
-        """The root gets ``x`` of all ranks as in ``all_gather``. Returns None elsewhere, where ``out`` is not used."""
+        """The root gets ``x`` of all ranks as in ``all_gather``; elsewhere None, and ``out`` is not used."""
         return self._run(GATHER, x, out, None, root, stream, algorithm)
 
     def scatter(
@@ -211,9 +211,10 @@ class Collectives(Core):
         return planned.result if writes else None
 
     def issue(self, call: str, function: str, arguments: tuple[Any, ...], stream: Any, planned: Plan) -> None:
-        """Make the library's call, now or with the group, on the right stream; keep its arrays alive in flight.
+        """Make the library's call, now or with the group; keep its arrays alive in flight.
 
-        ``arguments`` are those before the stream and, for a ``Config`` function, the configuration as the last.
+        ``arguments`` are those before the stream and, for a ``Config`` function, the configuration as the
+        last.
         """
         queue, handle, hold = self._where(call, stream, planned)
         made = getattr(self.library, function)
@@ -261,7 +262,7 @@ class Collectives(Core):
     def _call(
         self, what: Operation, planned: Plan, root: int | None, algorithm: str | None
     ) -> tuple[str, tuple[Any, ...]]:
-        """The library's function, and its arguments without the stream (its configuration, if any, comes last)."""
+        """The library's function, and its arguments without the stream (a configuration comes last)."""
         arguments: list[Any] = [planned.send, planned.recv, planned.elements, planned.dtype]
         if what.reduces:
             arguments.append(planned.op)
@@ -277,7 +278,7 @@ class Collectives(Core):
         return what.config_function, (*arguments, config)
 
     def _where(self, call: str, stream: Any, planned: Plan) -> tuple[Stream | None, int | None, bool]:
-        """The host stream, the handle to pass, and whether arrays must be held by an event of a CUDA stream."""
+        """The host stream, the handle to pass, and whether an event on a CUDA stream must hold the arrays."""
         if not self.on_gpu:
             queue = host_stream(call, self.library, stream)
             return queue, queue.handle if queue is not None else None, False

@@ -27,16 +27,17 @@ class Communicator(Objects, OneSided, Derivation):
     config
         Fields of NCCL's ``ncclConfig_t`` by name, for example ``{"blocking": False, "maxCTAs": 8}``.
     library
-        "nccl", "host", a path, or a loaded Library; None: ``PYNCCL_LIBRARY``, else automatic. The same on every
-        rank.
+        "nccl", "host", a path, or a loaded Library; None: ``PYNCCL_LIBRARY``, else automatic. The same on
+        every rank.
     timeout
-        Seconds after which waiting for other ranks is an NcclTimeoutError. None: ``PYNCCL_TIMEOUT``, else 600 on
-        the host library and no limit on NCCL. On NCCL it covers making communicators and starting calls (they are
-        non-blocking underneath), not the work on the GPU.
+        Seconds after which waiting for other ranks is an NcclTimeoutError. None: ``PYNCCL_TIMEOUT``, else 600
+        on the host library and no limit on NCCL. On NCCL it covers making communicators and starting calls
+        (they are non-blocking underneath), not the work on the GPU.
     name
         Appears in messages, and in NCCL's logs.
 
-    Use it in a ``with`` block, or end it by ``destroy`` (after errors: ``abort``). One thread at a time may use it.
+    Use it in a ``with`` block, or end it by ``destroy`` (after errors: ``abort``). One thread at a time may
+    use it.
     """
 
     def __init__(
@@ -76,8 +77,8 @@ class Communicator(Objects, OneSided, Derivation):
     ) -> list[Communicator]:
         """``n`` communicators of one clique, all in this process (``ncclCommInitAll``); element r is rank r.
 
-        ``devices`` are the GPUs (None: 0 to n-1). One thread drives them all inside ``pynccl.group()``, or n threads
-        take one each.
+        ``devices`` are the GPUs (None: 0 to n-1). One thread drives them all inside ``pynccl.group()``, or n
+        threads take one each.
         """
         call = "Communicator.init_all (ncclCommInitAll)"
         n = _at_least_one("Communicator.init_all", "n", n)

@@ -15,7 +15,7 @@ SIZE = ctypes.sizeof(ncclUniqueId)
 
 
 class UniqueId:
-    """The 128 bytes that name a communicator before it exists. Make one on one rank, hand it to all the others.
+    """The 128 bytes that name a communicator before it exists. One rank makes it, and all use it.
 
     ``bytes(uid)`` and ``UniqueId.from_bytes`` carry it anywhere, as does pickle. It is a secret of the job:
     on NCCL it holds the address that ranks connect to.
@@ -53,7 +53,7 @@ class UniqueId:
 
 
 def get_unique_id(library: str | Library | None = None) -> UniqueId:
-    """A new unique id, made by ``library`` (see ``pynccl.abi.load``); every rank must use the same kind of library."""
+    """A new unique id, made by ``library`` (see ``pynccl.abi.load``), for ranks that use the same library."""
     lib = load(library)
     made = ncclUniqueId()
     check(lib, lib.ncclGetUniqueId(ctypes.byref(made)), "get_unique_id (ncclGetUniqueId)")

@@ -1,8 +1,8 @@
 """The life of a communicator: its handle, how it comes to be, how results are judged, and how it ends.
 
-A communicator ends by ``destroy``, ``abort`` or a ``with`` block, and never by the garbage collector: freeing one
-may wait for other ranks, which no destructor may do. A forgotten one is reported by a ResourceWarning and left to
-the end of the process. What a communicator can do with data is not known here.
+A communicator ends by ``destroy``, ``abort`` or a ``with`` block, and never by the garbage collector: freeing
+one may wait for other ranks, which no destructor may do. A forgotten one is reported by a ResourceWarning and
+left to the end of the process. What a communicator can do with data is not known here.
 """
 
 from __future__ import annotations
@@ -53,29 +53,29 @@ class Core:
 
     @property
     def handle(self) -> int:
-        """The ``ncclComm_t``, for other code that speaks NCCL. InvalidUsageError once the communicator has ended."""
+        """The ``ncclComm_t``, for other code that speaks NCCL. InvalidUsageError after the end."""
         self.check_open("handle")
         assert self._handle is not None
         return self._handle
 
     @property
     def closed(self) -> bool:
-        """Whether it was destroyed or aborted, could not be made, or belongs to the process that forked this one."""
+        """Whether it was destroyed or aborted, could not be made, or belongs to the parent process."""
         return self._ended is not None
 
     def __repr__(self) -> str:
         state = self._ended or ("open" if self._handle is not None else "being made")
         return f"<Communicator{self._label} rank {self.rank} of {self.size}, {self.library.kind}, {state}>"
 
-    # --- progress --------------------------------------------------------------------------------------------
+    # --- progress -------------------------------------------------------------------------------------------
 
     def async_error(self) -> Result | int:
-        """The state (``ncclCommGetAsyncError``): SUCCESS, IN_PROGRESS, or the error that broke the communicator."""
+        """The state (``ncclCommGetAsyncError``): SUCCESS, IN_PROGRESS, or the error that broke it."""
         self._check_not_ended("async_error")
         return self._poll("async_error")
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until a non-blocking communicator has done what it is doing, and raise the error if that failed.
+        """Wait until a non-blocking communicator has done what it is doing; raise the error if that failed.
 
         ``timeout`` is in seconds (None: the communicator's own, else no limit); NcclTimeoutError after that.
         """
@@ -86,7 +86,8 @@ class Core:
         while (code := self._poll("wait")) == Result.IN_PROGRESS:
             if deadline is not None and time.monotonic() > deadline:
                 raise NcclTimeoutError(
-                    f"wait: communicator{self._label} of rank {self.rank} is still in progress after {limit} s; "
+                    f"wait: communicator{self._label} of rank {self.rank} is still in progress after "
+                    f"{limit} s; "
                     "look for ranks that did not make the same call, then abort()",
                     code=int(Result.TIMEOUT),
                     call="wait",
@@ -117,7 +118,7 @@ class Core:
         except ValueError:  # a newer library's code
             return state.value
 
-    # --- the end ---------------------------------------------------------------------------------------------
+    # --- the end --------------------------------------------------------------------------------------------
 
     def finalize(self) -> None:
         """Flush all work; no new call may be made. Every rank calls it. ``destroy`` still has to follow."""
@@ -189,7 +190,7 @@ class Core:
         _live.discard(self)
         _boxes.pop(id(self._box), None)
 
-    # --- for the other parts ---------------------------------------------------------------------------------
+    # --- for the other parts --------------------------------------------------------------------------------
 
     def check_open(self, call: str) -> None:
         """Raise unless calls can be made now."""
@@ -223,11 +224,13 @@ class Core:
         interrupts.reraise()
         if code == Result.INVALID_ARGUMENT:
             self._check_not_ended(call)  # the library was given no communicator: say why
-        check(self.library, code, call, comm=self._handle, rank=self.rank, comm_name=self.name)
+        # A child that is being made does not know its rank yet; the rank that called is the parent's.
+        rank = self.rank if self.rank >= 0 or self._parent is None else self._parent.rank
+        check(self.library, code, call, comm=self._handle, rank=rank, comm_name=self.name)
         raise AssertionError(f"{call}: code {code} is no failure")
 
     def own(self, thing: Any) -> None:
-        """``thing`` is destroyed (``destroy``) before the communicator is, or goes with it (``invalidate``)."""
+        """``thing`` is destroyed before the communicator is, or goes with it (``invalidate``)."""
         self._owned[thing] = None
 
     def disown(self, thing: Any) -> None:
@@ -246,7 +249,7 @@ class Core:
                 comm_name=self.name,
             )
 
-    # --- the beginning ---------------------------------------------------------------------------------------
+    # --- the beginning --------------------------------------------------------------------------------------
 
     def _begin(
         self, lib: Library, rank: int, size: int, timeout: float | None, name: str | None, config: Config
@@ -272,8 +275,8 @@ class Core:
         if self.on_gpu:
             gpu.require()
         self._timeout = timeout if timeout is not None or not self.on_gpu else timeout_from_environment()
-        # NCCL's blocking calls have no deadline and cannot be interrupted. With a time limit its communicators are
-        # made non-blocking, and the waiting is done here.
+        # NCCL's blocking calls have no deadline and cannot be interrupted. With a time limit its
+        # communicators are made non-blocking, and the waiting is done here.
         polled = self.on_gpu and self._timeout is not None
         self._given, self._config = config, communicator_config(config, name=name, polled=polled)
         self._blocking = is_blocking(self._config)
@@ -284,7 +287,8 @@ class Core:
     def _create(self, call: str, make: Callable[[Any], int]) -> None:
         """Run ``make(pointer to the handle)`` now, or with the group, and go on to live."""
         box, pointer = self._box, ctypes.byref(self._box)
-        # The library may write the handle later (non-blocking, groups): it must find the variable, come what may.
+        # The library may write the handle later (non-blocking, groups): it must find the variable, come what
+        # may.
         _boxes[id(box)] = box
 
         def create() -> int:
@@ -313,7 +317,7 @@ class Core:
             self._complete()
 
     def _not_made(self) -> None:
-        """Making it failed. A non-blocking one exists all the same, and is freed; the first error is the one told."""
+        """Making it failed. A non-blocking one exists all the same and is freed; the first error is told."""
         handle = self._box.value if self._in_progress else None
         if self._ended is None:
             self._end("never made: its creation failed")
@@ -367,7 +371,8 @@ def _forgotten(comm: Core) -> str:
 
 
 def _at_exit() -> None:
-    # Nothing is freed here: that could wait for ranks that have gone. The end of the process frees everything.
+    # Nothing is freed here: that could wait for ranks that have gone. The end of the process frees
+    # everything.
     for comm in list(_live):
         warnings.warn(_forgotten(comm), ResourceWarning, source=comm, stacklevel=2)
         comm._end("left to the end of the process")

@@ -21,12 +21,12 @@ Self = TypeVar("Self", bound="Derivation")
 
 
 class Derivation(Core):
-    """The calls of a Communicator that give another Communicator. Those of one parent are made by all its ranks."""
+    """The calls of a Communicator that give another one. All ranks of the parent make them."""
 
     def split(
         self: Self, color: int | None, key: int = 0, *, config: Config = None, name: str | None = None
     ) -> Self | None:
-        """Ranks of one ``color`` (0 or more) form a communicator, ordered by ``key`` and then by their rank here.
+        """Ranks of one ``color`` (0 or more) form a communicator, ordered by ``key``, then by rank.
 
         ``color=None`` takes part and joins none: the result is None. Every rank calls it.
         """
@@ -84,7 +84,7 @@ class Derivation(Core):
         return child
 
     def growth_id(self) -> UniqueId:
-        """The id that new ranks ``join`` with and that this rank, alone of the old ones, passes to ``grow``."""
+        """The id that new ranks ``join`` with; of the old ranks only this one passes it to ``grow``."""
         self.check_open("growth_id")
         made = ncclUniqueId()
         self.settle(
@@ -128,7 +128,7 @@ class Derivation(Core):
         timeout: float | None = None,
         name: str | None = None,
     ) -> Self:
-        """Become rank ``rank`` of a communicator that is growing to ``nranks`` (see ``growth_id`` and ``grow``)."""
+        """Become rank ``rank`` of a communicator that grows to ``nranks`` (see ``growth_id``, ``grow``)."""
         rank = check_rank("join", "rank", rank, nranks)
         comm = cls.__new__(cls)
         comm._begin(load(library), rank, nranks, timeout, name, config)

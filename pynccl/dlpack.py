@@ -31,7 +31,7 @@ _NAMES = {
 
 
 class Tensor(NamedTuple):
-    """What a capsule says. ``strides`` are in bytes, or None for C order; ``device`` is None for host memory."""
+    """What a capsule says. ``strides``: bytes, or None for C order. ``device``: None for host memory."""
 
     capsule: Any
     address: int

@@ -18,7 +18,7 @@ from .abi.types import DataType, RedOp
 
 
 class ReduceOp(str, Enum):
-    """The five reductions of NCCL. Each equals its name, so ``op="sum"`` and ``op=ReduceOp.SUM`` are the same.
+    """The five reductions of NCCL. Each equals its name: ``op="sum"`` is ``op=ReduceOp.SUM``.
 
     >>> ReduceOp.SUM == "sum"
     True
@@ -42,7 +42,7 @@ class ElementType:
     itemsize: int
     moves_as: DataType
     move_lanes: int
-    """Library elements per array element when the data is only moved (bytes for a type NCCL does not have)."""
+    """Library elements per array element when data is only moved (bytes for a type NCCL lacks)."""
     reduces_as: DataType | None
     reduce_lanes: int
     reductions: Mapping[str, RedOp]

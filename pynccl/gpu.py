@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .abi.errors import UnhandledCudaError
 from .arrays import cupy_module
 
 
@@ -20,7 +21,14 @@ def require() -> None:
 
 
 def device_count() -> int:
-    return _cupy().cuda.runtime.getDeviceCount()
+    """How many GPUs this process can use; UnhandledCudaError when CUDA itself does not work."""
+    runtime = _cupy().cuda.runtime
+    try:
+        return runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        raise UnhandledCudaError(
+            f"init: NCCL was chosen and CUDA does not work ({error}); check nvidia-smi, or use library='host'"
+        ) from error
 
 
 def use_device(device: int) -> None:
@@ -71,7 +79,7 @@ def array_at(address: int, nbytes: int, owner: Any, device: int, shape: Any, dty
 
 
 def free_after_work(device: int, free: Any) -> None:
-    """Call ``free`` on ``device`` when all its work is done: freeing NCCL's memory does not wait for streams."""
+    """Call ``free`` on ``device`` after all its work: freeing NCCL's memory does not wait for streams."""
     with _cupy().cuda.Device(device) as current:
         current.synchronize()
         free()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Deferred(NamedTuple):
-    """One call of a group. ``function`` makes it and returns the code; ``done`` follows the group's success."""
+    """One call of a group. ``function`` makes it and returns the code; ``done`` follows success."""
 
     library: Library
     comm: Core | None
@@ -42,7 +42,7 @@ class Deferred(NamedTuple):
 
 
 class Group:
-    """The calls collected so far. ``estimated_time`` (microseconds) is there after a simulated group, per library."""
+    """The calls collected so far. ``estimated_time`` (microseconds) is there after a simulated group."""
 
     def __init__(self, outer: Group | None, simulate: bool) -> None:
         self.outer, self.simulate = outer, simulate
@@ -110,7 +110,7 @@ def _start(opened: Group) -> None:
 
 
 def _start_on(library: Library, calls: list[Deferred], opened: Group) -> int:
-    """Make the calls of one library between GroupStart and GroupEnd; the code of GroupEnd (success or in progress)."""
+    """Make one library's calls between GroupStart and GroupEnd; the code of the latter (0 or in progress)."""
     for call in calls:
         if call.comm is not None:
             call.comm.check_open(call.name)  # before GroupStart: an error here must start nothing

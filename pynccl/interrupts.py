@@ -24,7 +24,7 @@ from .abi.types import pyncclInterruptCheck_t
 
 
 class _Watcher(threading.local):
-    """``poll`` in a thread that has a watcher asks it; in every other thread it is ``int()``: nothing to report."""
+    """``poll`` asks this thread's watcher; in a thread without one it is ``int()``: nothing to report."""
 
     poll: Any = staticmethod(int)
     raised: BaseException | None = None

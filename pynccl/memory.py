@@ -30,7 +30,7 @@ _ALIGNMENT = 4096  # NCCL_WIN_REQUIRED_ALIGNMENT
 
 
 class Registered:
-    """Memory registered with a communicator. Ends by ``destroy``, a ``with`` block, or with the communicator."""
+    """Memory registered with a communicator, until ``destroy`` or the communicator's end."""
 
     _what, _undo = "register", "ncclCommDeregister"
 
@@ -119,11 +119,11 @@ class OneSided(Collectives):
         return made
 
     def register(self, x: Any) -> Registered:
-        """Register ``x`` for zero-copy calls (``ncclCommRegister``). Local: other ranks need not do the same."""
+        """Register ``x`` for zero-copy calls (``ncclCommRegister``). Other ranks need not do the same."""
         return self._registered("register", Registered, x, None)
 
     def register_window(self, x: Any, *, flags: int = SYMMETRIC) -> Window:
-        """Open ``x`` to the other ranks (``ncclCommWindowRegister``). Every rank calls it, with arrays of one size.
+        """Open ``x`` to the other ranks (``ncclCommWindowRegister``). Every rank calls it, with one size.
 
         ``x`` comes from ``comm.empty``. ``flags`` are NCCL's (1: symmetric, for the fastest collectives; 0:
         plain).
@@ -141,7 +141,7 @@ class OneSided(Collectives):
         context: int = 0,
         stream: Any = None,
     ) -> None:
-        """Write ``x`` into ``peer``'s part of ``window``, ``offset`` bytes from its start, and then signal ``peer``.
+        """Write ``x`` into ``peer``'s array of ``window``, at ``offset`` bytes, and then signal ``peer``.
 
         ``peer`` sees the data after its ``wait_signal``. ``signal`` and ``context`` choose the signal that is
         raised.
@@ -184,7 +184,7 @@ class OneSided(Collectives):
         context: int = 0,
         stream: Any = None,
     ) -> None:
-        """Wait for ``count`` signals from each of ``peers`` (a rank, several, or a mapping from ranks to counts)."""
+        """Wait for ``count`` signals from each of ``peers``: a rank, several, or a mapping rank: count."""
         call, function = "wait_signal", "ncclWaitSignal"
         self.check_open(call)
         if isinstance(peers, Mapping):
@@ -204,7 +204,8 @@ class OneSided(Collectives):
         self._issue_without_data(call, function, arguments, stream)
 
     def _issue_without_data(self, call: str, function: str, arguments: tuple[Any, ...], stream: Any) -> None:
-        # The stream is found from an array's library, so a call without one is given the communicator's token.
+        # The stream is found from an array's library, so a call without one is given the communicator's
+        # token.
         token = arrays.view(call, "token", self._get_token())
         planned = Plan(None, None, 0, DataType.UINT8, None, None, (token,))
         self.issue(f"{call} ({function})", function, arguments, stream, planned)

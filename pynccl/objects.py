@@ -72,7 +72,7 @@ class Objects(Collectives):
         return decode(call, _out(self, self.broadcast(_in(self, data), root)).data)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """``obj`` of every rank, in rank order, on every rank. See ``broadcast_object`` for what it may be."""
+        """``obj`` of every rank, in rank order, on every rank. See ``broadcast_object``."""
         call = "all_gather_object"
         _check_now(self, call)
         message = encode(call, obj)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from . import arrays
 from .abi.enums import DataType
 from .abi.errors import InvalidArgumentError
-from .arrays import Buffer
+from .arrays import UNKNOWN_DEVICE, Buffer
 from .elements import FP8, reduction
 
 
@@ -88,7 +88,7 @@ class Place(NamedTuple):
 
 
 def plan(what: Operation, x: Any, out: Any, op: Any, root: int | None, place: Place) -> Plan:
-    """Check one rank's part of a collective. ``op`` is a reduction's name or a PreMulSum; only reductions use it.
+    """Check one rank's part of a collective. ``op``, for reductions, is a name or a PreMulSum.
 
     Raises TypeError and InvalidArgumentError. Nothing has been given to the library when it raises.
     """
@@ -100,7 +100,7 @@ def plan(what: Operation, x: Any, out: Any, op: Any, root: int | None, place: Pl
     if x is not None:
         source = _memory(call, "x", x, what, place)
         if what.x_blocks:
-            _check_divides(call, "", source, size)
+            _check_divides(call, source, size)
     elif gives or out is None:
         why = "its data is read there" if gives else "the shape of the output is not known; pass out="
         raise TypeError(f"{call}: x is None on rank {place.rank}, but {why}")
@@ -164,18 +164,20 @@ def view_in_place(call: str, role: str, x: Any, place: Place) -> Buffer:
             "pass "
             f"cupy.asarray({role}), or make a host communicator with pynccl.init(library='host')"
         )
-    if not place.on_gpu and buffer.device is not None:
-        raise InvalidArgumentError(
-            f"{call}: {role} ({buffer}) is on GPU {buffer.device} and this communicator is the host "
-            "library's, for "
-            f"host memory; pass cupy.asnumpy({role}), or make a communicator with pynccl.init(library='nccl')"
+    if buffer.device is not None and buffer.device != place.device:
+        where = (
+            f"GPU {buffer.device}" if buffer.device != UNKNOWN_DEVICE else "a GPU that CUDA cannot find here"
         )
-    if place.on_gpu and place.device is not None and buffer.device != place.device:
+        if not place.on_gpu:
+            raise InvalidArgumentError(
+                f"{call}: {role} ({buffer}) is on {where} and this communicator is the host library's, for "
+                "host "
+                f"memory; pass cupy.asnumpy({role}), or make a communicator with pynccl.init(library='nccl')"
+            )
         raise InvalidArgumentError(
-            f"{call}: {role} ({buffer}) is on GPU {buffer.device} and this communicator is on GPU "
-            f"{place.device}; "
-            f"copy it there, or choose the device with cupy.cuda.Device({buffer.device}).use() before "
-            "pynccl.init"
+            f"{call}: {role} ({buffer}) is on {where} and this communicator is on GPU {place.device}; copy "
+            "it there, "
+            f"or choose the array's GPU with cupy.cuda.Device(...).use() before pynccl.init"
         )
     if not (buffer.c_order or buffer.f_order):
         raise InvalidArgumentError(
@@ -222,8 +224,6 @@ def _output(what: Operation, source: Buffer | None, out: Any, place: Place) -> B
     call = what.name
     if out is not None:
         target = _memory(call, "out", out, what, place)
-        if what.out_blocks:
-            _check_divides(call, "out: ", target, place.size)
     else:
         assert source is not None
         if what.in_place_by_default:
@@ -256,11 +256,11 @@ def _output_shape(what: Operation, source: Buffer, size: int) -> tuple[int, ...]
     return (shape[0] // size, *shape[1:])
 
 
-def _check_divides(call: str, role: str, buffer: Buffer, size: int) -> None:
+def _check_divides(call: str, buffer: Buffer, size: int) -> None:
     if buffer.count % size:
         padded = -(-buffer.count // size) * size
         raise InvalidArgumentError(
-            f"{call}: {role}{buffer.count} elements do not divide over {size} ranks ({buffer}); "
+            f"{call}: {buffer.count} elements do not divide over {size} ranks ({buffer}); "
             f"pad to {padded} or pass a ({size}, k) array"
         )
 
@@ -292,7 +292,7 @@ def _check_pair(what: Operation, source: Buffer, target: Buffer, size: int) -> N
 
 
 def _check_overlap(what: Operation, source: Buffer, target: Buffer, rank: int) -> None:
-    """Input and output may be apart, or in NCCL's in-place form: the smaller is this rank's block of the larger."""
+    """Input and output lie apart, or in NCCL's in-place form: the smaller is this rank's block."""
     if not source.nbytes or not target.nbytes:
         return
     if source.address + source.nbytes <= target.address or target.address + target.nbytes <= source.address:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class PreMulSum:
-    """An ``op`` for one communicator and one dtype. Freed by ``destroy``, a ``with`` block, or with its communicator."""
+    """An ``op`` for one communicator and one dtype, until ``destroy`` or the communicator's end."""
 
     def __init__(self, comm: Core, scalar: Any, dtype: Any) -> None:
         call = "premul_sum"

@@ -1,4 +1,4 @@
-"""Streams: host streams and events as objects, what counts as a stream of a call, and keeping arrays in flight alive.
+"""Streams: host streams and events as objects, and what counts as the stream of a call.
 
 A host stream is a queue with a worker thread inside the host library; it goes wherever NCCL takes a
 ``cudaStream_t``. On GPUs the array libraries own the streams, and any of theirs (or a plain handle) is
@@ -52,7 +52,7 @@ class Stream:
 
     @property
     def handle(self) -> int:
-        """The ``cudaStream_t`` value that calls of this library take. InvalidUsageError once the stream is closed."""
+        """The ``cudaStream_t`` that calls of this library take. InvalidUsageError once closed."""
         if self._handle is None:
             raise InvalidUsageError("this stream is closed (or belongs to the process that forked this one)")
         return self._handle

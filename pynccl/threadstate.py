@@ -1,4 +1,4 @@
-"""What is current in this thread: the open group and the host stream. One flag says whether either is there."""
+"""What is current in this thread: the open group and the host stream. One flag says whether one is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class ThreadState(threading.local):
-    """Read by every call; ``busy`` alone decides whether the quick path is open, so that it costs one look."""
+    """Read by every call. ``busy`` alone decides whether the quick path is open: it costs one look."""
 
     busy: bool = False
     group: Group | None = None
