@@ -348,6 +348,7 @@ static ncclResult_t init_run(struct job *job) {
 static ncclResult_t init_rank(const char *call, ncclComm_t *out, int nranks, const ncclUniqueId *id, int rank, const ncclConfig_t *config) {
   ncclResult_t code = check_ranks(call, nranks, rank);
   struct token token = {{0}};
+  if (out != NULL) *out = NULL;
   if (code == ncclSuccess) code = token_from_id(id, &token, call);
   struct job *job = code == ncclSuccess ? new_job(call, init_run, out, config, NULL, &code) : NULL;
   if (job == NULL) return group_error(code);
@@ -442,6 +443,7 @@ static struct ncclComm *enter_parent(ncclComm_t handle, const char *call, ncclRe
 
 ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncclComm_t *out, ncclConfig_t *config) {
   ncclResult_t code;
+  if (out != NULL) *out = NULL;
   struct ncclComm *parent = enter_parent(handle, "ncclCommSplit", &code);
   if (parent == NULL) return group_error(code);
   struct job *job = NULL;
@@ -474,6 +476,7 @@ static ncclResult_t shrink_run(struct job *job) {
 
 ncclResult_t ncclCommShrink(ncclComm_t handle, int *excluded, int n, ncclComm_t *out, ncclConfig_t *config, int flags) {
   ncclResult_t code;
+  if (out != NULL) *out = NULL;
   struct ncclComm *parent =
       flags == NCCL_SHRINK_ABORT ? comm_enter(handle, "ncclCommShrink", false, &code) : enter_parent(handle, "ncclCommShrink", &code);
   if (parent == NULL) return group_error(code);
@@ -509,7 +512,7 @@ ncclResult_t ncclCommShrink(ncclComm_t handle, int *excluded, int n, ncclComm_t 
   }
   job->excluded = sorted;
   job->nexcluded = n;
-  job->token = derive(&parent->token, "shrink", parent->children++, sorted, (size_t)n * sizeof *sorted);
+  job->token = derive(&parent->token, "shrink", parent->shrinks++, sorted, (size_t)n * sizeof *sorted);
   return submit_job(job);
 refused:
   free(sorted);
@@ -572,6 +575,7 @@ ncclResult_t ncclCommGetUniqueId(ncclComm_t handle, ncclUniqueId *id) {
 ncclResult_t ncclCommGrow(ncclComm_t handle, int nranks, const ncclUniqueId *id, int rank, ncclComm_t *out, ncclConfig_t *config) {
   ncclResult_t code;
   struct job *job = NULL;
+  if (out != NULL) *out = NULL;
   if (handle == NULL) { /* a new rank */
     if (id == NULL) return group_error(fail(NULL, ncclInvalidArgument, "ncclCommGrow: a new rank (comm NULL) must bring the unique id"));
     struct token token = {{0}};

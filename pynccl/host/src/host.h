@@ -205,7 +205,8 @@ struct ncclComm { /* comes from a pool that is never freed: a stale handle is re
     bool reserved;
   } to[MAX_RANKS], from[MAX_RANKS];
   uint64_t signals_used[MAX_RANKS][CONTEXTS][SIGNALS];
-  uint64_t children, windows; /* counters that name derived tokens */
+  uint64_t children, windows; /* counters that name derived tokens: advanced by every rank alike */
+  uint64_t shrinks;           /* of its own: excluded ranks do not call it */
   bool grow_id_out;
   ncclUniqueId grow_id;
   struct premul *premuls;
