@@ -75,24 +75,16 @@ class Gpu:
         import cupy
 
         self.cupy = cupy
-        count = cupy.cuda.runtime.getDeviceCount()
-        if index >= count and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
-            raise pynccl.InvalidUsageError(
-                f"rank on device {index}: only {count} GPUs are visible; start at most {count} ranks here, "
-                "or set NCCL_MULTI_RANK_GPU_ENABLE=1 to put several ranks on one GPU (a new NCCL)"
-            )
-        self.index = index % count
-        self.use()
+        self.index = (
+            index % cupy.cuda.runtime.getDeviceCount()
+        )  # a launcher may show each rank its own GPU only
+        cupy.cuda.Device(self.index).use()  # for this thread, which is the rank's
         self.stream = cupy.cuda.Stream.null if null_stream else cupy.cuda.Stream(non_blocking=True)
         properties = cupy.cuda.runtime.getDeviceProperties(self.index)
         name = properties["name"]
         self.name = name.decode() if isinstance(name, bytes) else str(name)
         self.pci = (properties["pciDomainID"], properties["pciBusID"], properties["pciDeviceID"])
         self.capability = (properties["major"], properties["minor"])
-
-    def use(self) -> None:
-        """The current device is per thread: call this in each thread that works for the rank."""
-        self.cupy.cuda.Device(self.index).use()
 
     def allocate(self, comm: Any, nbytes: int, mapped: bool) -> Any:
         buffer = comm.empty(nbytes, "uint8") if mapped else self.cupy.empty(nbytes, "uint8")

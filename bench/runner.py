@@ -29,6 +29,7 @@ from bench.splitting import group_of
 from pynccl import environment
 from pynccl.abi import Library, load
 from pynccl.abi.types import NCCL_VERSION_CODE
+from pynccl.launch import launch
 from pynccl.rendezvous import find_launcher, place_from_environment, share
 
 __all__ = ["main"]
@@ -58,7 +59,10 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
 
 def _start_ranks(program: str, options: Options, arguments: Sequence[str]) -> int:
     """This same command as `-g` processes of this machine, which find their places in the environment."""
-    raise NotImplementedError
+    command = [sys.executable, "-m", f"bench.{program}", *arguments]
+    return launch(
+        command, options.gpus, output="raw", environ={"OMP_NUM_THREADS": "1", **os.environ, STARTED: "1"}
+    )
 
 
 class Sweep:
@@ -73,6 +77,8 @@ class Sweep:
         self.size = self.place.size * self.threads
         self.local_size = self.place.local_size * self.threads
         self.ranks: list[Rank] = []
+        self.first_error: BaseException | None = None
+        self._lock = threading.Lock()
 
     def run(self) -> int:
         own = bytes(pynccl.get_unique_id(self.library)) if self.place.rank == 0 else None
@@ -86,13 +92,16 @@ class Sweep:
                 thread.start()
             for thread in threads:
                 thread.join()
-            errors = [rank.error for rank in self.ranks if rank.error]
-            if errors:
-                raise errors[0]
+            if self.first_error:
+                raise self.first_error
         return 0 if all(rank.good for rank in self.ranks) else 1
 
-    def abort_others(self, failed: Rank) -> None:
+    def end_all(self, failed: Rank, error: BaseException) -> None:
         """One rank cannot go on: the other threads of this process must not wait for it."""
+        with self._lock:
+            if self.first_error:
+                return  # what follows from it is not worth telling
+            self.first_error = error
         for rank in self.ranks:
             if rank is not failed and rank.world is not None:
                 rank.world.abort()
@@ -108,7 +117,6 @@ class Rank:
         self.world: Any = None  # all ranks: barriers, times, counts
         self.comm: Any = None  # the ranks of this group, whose operations are timed; usually the same
         self.good = False
-        self.error: BaseException | None = None
         self._uid = uid
         self._local = sweep.place.local_rank * sweep.threads + thread
         self._checks = self._bad_checks = 0
@@ -117,8 +125,7 @@ class Rank:
         try:
             self.run()
         except BaseException as error:  # not swallowed: the main thread raises it
-            self.error = error
-            self.sweep.abort_others(self)
+            self.sweep.end_all(self, error)
 
     def run(self) -> None:
         """Everything, from the communicator to the last line. Sets `good`."""

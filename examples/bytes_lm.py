@@ -52,13 +52,15 @@ class Flat:
     """Named arrays that are views of one flat buffer: a single all_reduce moves all of them, with no copy."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], buffer: Array) -> None:
+        if buffer.size != self.size(shapes):
+            raise ValueError(
+                f"the buffer has {buffer.size} elements; make it {self.size(shapes)} for these shapes"
+            )
         self.buffer, self.views, at = buffer, {}, 0
         for name, shape in shapes.items():
             size = _product(shape)
             self.views[name] = buffer[at : at + size].reshape(shape)
             at += size
-        if at != buffer.size:
-            raise ValueError(f"the parameters have {at} elements and the buffer {buffer.size}; make it {at}")
 
     def __getitem__(self, name: str) -> Array:
         return self.views[name]

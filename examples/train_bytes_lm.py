@@ -5,8 +5,8 @@
 
 Three calls make it data-parallel: rank 0's weights are broadcast, and at each step the gradients and the loss
 are averaged over the ranks. Each rank computes its own part of the batch, so the result is that of one rank
-on the whole batch, up to the rounding of sums. It trains in float64 to show exactly that: in float32 the
-rounding is a billion times larger, and a few hundred steps of training magnify it.
+on the whole batch, up to the rounding of sums. It trains in float64 to show exactly that: training magnifies
+every difference, and in float32 the losses of one rank and two are 6e-3 apart after these 200 steps.
 
 The text is `pydoc_data.topics`, the language reference that comes with every Python.
 """
