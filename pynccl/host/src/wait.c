@@ -171,7 +171,7 @@ static bool be_patient(struct patience *patience, bool spin) {
 ncclResult_t run(struct op **ops, int n, bool interruptible) {
   ncclResult_t result = ncclSuccess;
   struct patience patience = {0};
-  bool spin = true;
+  bool spin = interruptible; /* a stream's worker leaves the cores to those who compute meanwhile */
   for (int i = 0; i < n; i++) spin = spin && !ops[i]->comm->oversubscribed;
   for (;;) {
     int left = 0;
