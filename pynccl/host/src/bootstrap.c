@@ -333,9 +333,13 @@ static void let_in(struct session *s, struct room *room, int listener) {
       close(fd);
       continue;
     }
-    /* Full: of those who connected and say nothing, the oldest has had its time. */
+    /* Full: somebody who connected and says nothing makes room, or else the newcomer (nobody lacks for a rank then). */
     for (int i = 0; room->nguests == room->most && i < room->nguests; i++)
       if (!room->guests[i].heard) show_out(room, i);
+    if (room->nguests == room->most) {
+      close(fd);
+      continue;
+    }
     room->guests[room->nguests++] = (struct guest){.fd = fd};
   }
 }
