@@ -297,11 +297,10 @@ def _check_overlap(what: Operation, source: Buffer, target: Buffer, rank: int) -
         return
     if source.address + source.nbytes <= target.address or target.address + target.nbytes <= source.address:
         return
-    at_same_block = (
-        target.address == source.address + rank * target.nbytes
-        if what.x_blocks
-        else source.address == target.address + rank * source.nbytes
-    )
+    if what.x_blocks:
+        at_same_block = target.address == source.address + rank * target.nbytes
+    else:
+        at_same_block = source.address == target.address + (rank * source.nbytes if what.out_blocks else 0)
     if what.may_be_in_place and at_same_block:
         return
     allowed = (
