@@ -34,6 +34,10 @@ class _Later:
         self.size = size
 
 
+class _Skipped(Exception):
+    """pytest's own exception, which cannot be pickled, on its way from a rank."""
+
+
 @pytest.fixture
 def ranks() -> Callable[..., list[Any]]:
     """`pynccl.testing.run_ranks`: run a function on several ranks, get the results by rank."""
@@ -78,14 +82,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     assert isinstance(later, _Later), "a fixture of this project's own is called comm, too"
 
     def rank_main(comm: Any) -> None:
-        test(**(named | {"comm": comm}))
+        try:
+            test(**(named | {"comm": comm}))
+        except pytest.skip.Exception as skip:
+            raise _Skipped(str(skip)) from None
 
     __tracebackhide__ = True
     try:
         run_ranks(later.size, rank_main, **marker.kwargs)
     except RankError as error:
         skipped = [failure.exception for failure in error.failures.values()]
-        if all(isinstance(exception, pytest.skip.Exception) for exception in skipped):
+        if all(isinstance(exception, _Skipped) for exception in skipped):
             pytest.skip(str(skipped[0]))
         pytest.fail(str(error), pytrace=False)
     return True

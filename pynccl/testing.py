@@ -40,7 +40,7 @@ __all__ = ["RankError", "RankFailure", "run_ranks"]
 
 _SETTLE_SECONDS = 1.0  # after the first failure, for the others to notice and say so
 _END_SECONDS = 1.0  # from SIGTERM to SIGKILL
-_STACK_SECONDS = 2.0  # for a rank that hangs to write its stacks
+_STACK_SECONDS = 1.0  # for a rank that hangs to write its stacks
 _QUIET_SECONDS = 0.1  # stacks are complete when nothing more came for so long
 _STACKS_SIGNAL = signal.SIGRTMAX - 1  # unlike SIGUSR1 and 2, no program's own
 
@@ -71,7 +71,8 @@ def run_ranks(
     copy.
 
     Raises RankError if any rank raises, ends without a result, or still runs at `timeout`; its message holds
-    every failing rank's traceback, or the stacks of one that hangs. No process is left, whatever happens.
+    every failing rank's traceback, or the stacks of one that hangs. No rank is left, whatever happens:
+    neither its process nor what that started.
     """
     if not isinstance(n, int) or n < 1:
         raise ValueError(f"run_ranks: n={n!r}; expected a number of ranks, 1 or more")
