@@ -9,7 +9,6 @@
 #include <string.h>
 
 #define PERIOD 251
-#define MOST_RANKS 8
 #define UNTOUCHED 0xa5
 
 static const size_t SIZES[ncclNumTypes] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};

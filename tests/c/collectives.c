@@ -53,13 +53,38 @@ void collectives_in_groups(uint64_t seed)
     run_world(ranks_of(seed), seed, in_groups, NULL);
 }
 
+static void a_few(struct member *member)
+{
+    struct chance chance = {member->seed};
+    for (int i = 0; i < 8; i++)
+        make_call(random_call(&chance, member->nranks), member);
+}
+
 void communicators_side_by_side(uint64_t seed)
 {
-    struct world *worlds[3];
-    for (int k = 0; k < 3; k++)
-        worlds[k] = start_world(2 + k % 2, mix(seed, (uint64_t)k), one_after_another, NULL);
-    for (int k = 0; k < 3; k++)
+    struct world *worlds[8];
+    for (int k = 0; k < 8; k++)
+        worlds[k] = start_world(2, mix(seed, (uint64_t)k), a_few, NULL);
+    for (int k = 0; k < 8; k++)
         join_world(worlds[k]);
+}
+
+/* Eight ranks, in the dtypes that hold the sums of eight. */
+static void crowded(struct member *member)
+{
+    static const ncclDataType_t wide[] = {ncclInt32, ncclInt64, ncclUint64, ncclFloat32, ncclFloat64, ncclBfloat16};
+    struct chance chance = {member->seed};
+    for (int i = 0; i < 6; i++) {
+        struct call call = random_call(&chance, member->nranks);
+        call.dtype = wide[below(&chance, 6)];
+        call.count = (size_t)below(&chance, 9000);
+        make_call(call, member);
+    }
+}
+
+void more_ranks_than_cores(uint64_t seed)
+{
+    run_world(8, seed, crowded, NULL);
 }
 
 /* ncclCommInitAll, and a group for each collective: one thread is all the ranks. */

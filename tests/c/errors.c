@@ -73,6 +73,11 @@ static void argue(struct member *member)
     MUST_FAIL(ncclSend(x, 8, ncclFloat32, member->rank, comm, NULL)); /* to itself, with no recv in a group */
     MUST_FAIL(ncclAllReduce(x, y, 8, ncclFloat32, ncclSum, comm, y)); /* y is no stream */
     MUST_FAIL(ncclGroupEnd());
+    MUST(ncclGroupStart());
+    MUST(ncclSend(x, 8, ncclFloat32, member->rank, comm, NULL));
+    MUST(ncclSend(x, 8, ncclFloat32, member->rank, comm, NULL));
+    MUST(ncclRecv(y, 8, ncclFloat32, member->rank, comm, NULL));
+    MUST_FAIL(ncclGroupEnd()); /* two messages to itself, one received */
     make_sane_call(member);
     MUST(ncclGroupStart()); /* a wrong call spoils its group, on every rank alike, and nothing after it */
     MUST(ncclAllReduce(x, y, 8, ncclFloat32, ncclSum, comm, NULL));
@@ -168,6 +173,32 @@ void aborts_of_queued_work(uint64_t seed)
     run_world(ranks_of(seed), seed, abort_the_queued, NULL);
 }
 
+/* The others wait for rank 0, or are about to; it leaves without entering, by abort or by destroy. */
+static void leave_the_others(struct member *member)
+{
+    float x[10] = {0};
+    bool destroys = mix(member->seed, 10) % 2;
+    make_sane_call(member);
+    if (member->rank == 0) {
+        MUST(destroys ? ncclCommDestroy(member->comm) : ncclCommAbort(member->comm));
+    } else {
+        ncclResult_t code = MUST_FAIL(ncclAllReduce(x, x, 10, ncclFloat32, ncclSum, member->comm, NULL));
+        CHECK(code == ncclRemoteError, "code %d", (int)code);
+        CHECK(strstr(ncclGetLastError(NULL), "rank 0") != NULL, "the error does not name rank 0");
+        MUST(ncclCommAbort(member->comm));
+    }
+    MUST_FAIL(ncclAllReduce(x, x, 10, ncclFloat32, ncclSum, member->comm, NULL)); /* a handle of nothing */
+    MUST_FAIL(ncclCommDestroy(member->comm));
+    member->comm = NULL;
+}
+
+void leaving_while_others_wait(uint64_t seed)
+{
+    run_world(ranks_of(seed), seed, leave_the_others, NULL);
+}
+
+/* ---- deadlines ---- */
+
 /* A collective that one rank never enters ends with the deadline, on all that have entered. */
 static void miss_the_deadline(struct member *member)
 {
@@ -183,12 +214,37 @@ static void miss_the_deadline(struct member *member)
     member->comm = NULL;
 }
 
+/* Each sends to the other before it receives, with no group: nobody can go on. */
+static void face_each_other(struct member *member)
+{
+    float x[10] = {0};
+    MUST(pyncclSetTimeout(member->comm, 0.2));
+    ncclResult_t code = MUST_FAIL(ncclSend(x, 10, ncclFloat32, 1 - member->rank, member->comm, NULL));
+    CHECK(code == ncclTimeout || code == ncclRemoteError, "code %d", (int)code);
+    CHECK(strstr(ncclGetLastError(NULL), "send") != NULL, "the error does not say what waits");
+    meet(member);
+    MUST(ncclCommAbort(member->comm));
+    member->comm = NULL;
+}
+
 void deadlines(uint64_t seed)
 {
     run_world(ranks_of(seed), seed, miss_the_deadline, NULL);
+    run_world(2, seed, face_each_other, NULL);
+
+    ncclUniqueId id; /* of a world in which one rank never arrives */
+    ncclComm_t comm;
+    MUST(ncclGetUniqueId(&id));
+    MUST(pyncclSetTimeout(NULL, 0.2));
+    MUST_FAIL(ncclCommInitRank(&comm, 3, id, 0));
+    CHECK(strstr(ncclGetLastError(NULL), "1") != NULL, "the error does not name the missing ranks");
+    MUST_FAIL(ncclCommInitRank(&comm, 3, id, 2));
+    MUST(pyncclSetTimeout(NULL, 0));
 }
 
-/* After a revoke nothing more starts, what waits ends, and the survivors make a new communicator out of the old. */
+/* ---- revoke ---- */
+
+/* After a revoke nothing more starts, and the survivors make a new communicator out of the old. */
 static void revoke(struct member *member)
 {
     float x[10] = {0};
@@ -208,4 +264,31 @@ static void revoke(struct member *member)
 void revokes(uint64_t seed)
 {
     run_world(ranks_of(seed), seed, revoke, NULL);
+}
+
+/* One rank's window is refused: the registration fails on all, and the next one succeeds. */
+static void refuse_a_window(struct member *member)
+{
+    char ordinary[64];
+    void *memory;
+    ncclWindow_t window;
+    int odd = (int)(mix(member->seed, 11) % (uint64_t)member->nranks);
+    MUST(ncclMemAlloc(&memory, 8192));
+    MUST_FAIL(ncclCommWindowRegister(member->comm, member->rank == odd ? ordinary : memory, 64, &window, 0));
+    MUST(ncclCommWindowRegister(member->comm, memory, 8192, &window, 0));
+    MUST_FAIL(ncclPutSignal(memory, 1, ncclInt8, member->nranks, window, 0, 0, 0, 0, member->comm, NULL));
+    MUST_FAIL(ncclPutSignal(memory, 1, ncclInt8, 0, window, SIZE_MAX, 0, 0, 0, member->comm, NULL));
+    MUST_FAIL(ncclPutSignal(memory, 1, ncclInt8, 0, window, 0, -1, 0, 0, member->comm, NULL));
+    MUST_FAIL(ncclPutSignal(memory, 1, ncclInt8, 0, window, 0, 0, 0, 1, member->comm, NULL));
+    MUST_FAIL(ncclSignal(-1, 0, 0, 0, member->comm, NULL));
+    MUST_FAIL(ncclMemFree((char *)memory + 4096));
+    make_sane_call(member);
+    MUST(ncclCommWindowDeregister(member->comm, window));
+    MUST(ncclMemFree(memory));
+    MUST_FAIL(ncclMemFree(memory));
+}
+
+void windows_refused(uint64_t seed)
+{
+    run_world(ranks_of(seed), seed, refuse_a_window, NULL);
 }

@@ -172,6 +172,71 @@ void non_blocking_communicators(uint64_t seed)
     run_lone(ranks_of(seed), seed, without_blocking);
 }
 
+/* A non-blocking communicator whose peers never come is aborted while it is being made. */
+static void *abort_the_unmade(void *argument)
+{
+    struct lone *lone = argument;
+    ncclConfig_t config = plain_config();
+    ncclComm_t comm = NULL;
+    ncclResult_t state;
+    config.blocking = 0;
+    ncclResult_t code = ncclCommInitRankConfig(&comm, lone->nranks + 1, lone->id, lone->rank, &config);
+    CHECK(code == ncclInProgress && comm != NULL, "code %d", (int)code);
+    MUST(ncclCommGetAsyncError(comm, &state));
+    CHECK(state == ncclInProgress, "state %d", (int)state);
+    char x[1] = {0};
+    MUST_FAIL(ncclAllReduce(x, x, 1, ncclInt8, ncclSum, comm, NULL));
+    MUST(ncclCommAbort(comm));
+    return NULL;
+}
+
+void non_blocking_inits_aborted(uint64_t seed)
+{
+    run_lone(1, seed, abort_the_unmade);
+}
+
+/* One thread makes all ranks of a communicator, and all of a split, each in one group; a failure inside makes none. */
+void inits_in_a_group(uint64_t seed)
+{
+    int n = ranks_of(seed);
+    ncclComm_t comms[MOST] = {NULL}, children[MOST] = {NULL};
+    struct member members[MOST];
+    ncclUniqueId id;
+    MUST(ncclGetUniqueId(&id));
+    MUST(ncclGroupStart());
+    for (int rank = 0; rank < n; rank++)
+        MUST(ncclCommInitRankScalable(&comms[rank], n, rank, 1, &id, NULL));
+    MUST(ncclGroupEnd());
+    MUST(ncclGroupStart());
+    for (int rank = 0; rank < n; rank++)
+        MUST(ncclCommSplit(comms[rank], 0, -rank, &children[rank], NULL));
+    MUST(ncclGroupEnd());
+    struct chance chance = {seed};
+    struct call call = random_call(&chance, n);
+    struct part *parts[MOST];
+    for (int rank = 0; rank < n; rank++) {
+        members[rank] = (struct member){n - 1 - rank, n, children[rank], seed, NULL, NULL};
+        parts[rank] = prepare(call, &members[rank]);
+    }
+    MUST(ncclGroupStart());
+    for (int rank = 0; rank < n; rank++)
+        MUST(issue(parts[rank], NULL));
+    MUST(ncclGroupEnd());
+    for (int rank = 0; rank < n; rank++)
+        verify(parts[rank]);
+
+    ncclComm_t unmade[2] = {NULL, NULL};
+    MUST(ncclGroupStart());
+    MUST(ncclCommSplit(comms[0], 0, 0, &unmade[0], NULL));
+    MUST_FAIL(ncclCommSplit(comms[1], -5, 0, &unmade[1], NULL));
+    MUST_FAIL(ncclGroupEnd());
+    CHECK(unmade[0] == NULL && unmade[1] == NULL, "%p %p", (void *)unmade[0], (void *)unmade[1]);
+    for (int rank = 0; rank < n; rank++) {
+        MUST(ncclCommDestroy(children[rank]));
+        MUST(ncclCommDestroy(comms[rank]));
+    }
+}
+
 static void nothing(struct member *member)
 {
     (void)member;

@@ -123,9 +123,10 @@ static void over_streams(struct member *member)
         for (int k = 0; k < n; k++)
             parts[k] = prepare(random_call(&chance, member->nranks), member);
         then = prepare(random_call(&chance, member->nranks), member);
+        bool waits = below(&chance, 2); /* with a call on the default stream, the whole group is waited for */
         MUST(ncclGroupStart());
         for (int k = 0; k < n; k++)
-            MUST(issue(parts[k], streams[k % 3]));
+            MUST(issue(parts[k], waits && k == n - 1 ? NULL : streams[k % 3]));
         MUST(ncclGroupEnd());
         MUST(issue(then, streams[below(&chance, n < 3 ? n : 3)]));
         for (int s = 0; s < 3; s++)

@@ -24,6 +24,7 @@ static const struct {
     SCENARIO(communicators_side_by_side),
     SCENARIO(one_thread_drives_all_ranks),
     SCENARIO(premultiplied_sums_of_both_residences),
+    SCENARIO(more_ranks_than_cores),
     SCENARIO(rings_in_groups),
     SCENARIO(messages_of_all_pairs),
     SCENARIO(messages_outside_of_groups),
@@ -34,13 +35,17 @@ static const struct {
     SCENARIO(splits),
     SCENARIO(shrinks_and_grows),
     SCENARIO(non_blocking_communicators),
+    SCENARIO(non_blocking_inits_aborted),
+    SCENARIO(inits_in_a_group),
     SCENARIO(many_inits_at_once),
     SCENARIO(ranks_that_disagree),
     SCENARIO(wrong_arguments),
     SCENARIO(aborts_while_waiting),
     SCENARIO(aborts_of_queued_work),
+    SCENARIO(leaving_while_others_wait),
     SCENARIO(deadlines),
     SCENARIO(revokes),
+    SCENARIO(windows_refused),
 };
 
 static char running[200];

@@ -112,14 +112,16 @@ typedef void scenario(uint64_t seed);
 
 /* collectives.c */
 scenario collectives_one_after_another, collectives_in_groups, communicators_side_by_side, one_thread_drives_all_ranks;
-scenario premultiplied_sums_of_both_residences;
+scenario premultiplied_sums_of_both_residences, more_ranks_than_cores;
 /* messages.c */
 scenario rings_in_groups, messages_of_all_pairs, messages_outside_of_groups, puts_and_signals;
 /* streams.c */
 scenario calls_on_streams, two_communicators_ordered_by_events, groups_over_streams;
 /* lifecycle.c */
-scenario splits, shrinks_and_grows, non_blocking_communicators, many_inits_at_once, worlds_of_one;
+scenario splits, shrinks_and_grows, non_blocking_communicators, non_blocking_inits_aborted, inits_in_a_group;
+scenario many_inits_at_once, worlds_of_one;
 /* errors.c */
-scenario ranks_that_disagree, wrong_arguments, aborts_while_waiting, aborts_of_queued_work, deadlines, revokes;
+scenario ranks_that_disagree, wrong_arguments, aborts_while_waiting, aborts_of_queued_work, leaving_while_others_wait;
+scenario deadlines, revokes, windows_refused;
 
 #endif
