@@ -148,11 +148,7 @@ class Gpu:
 
 
 def device_of(kind: str, index: int, null_stream: bool) -> Host | Gpu:
-    """The device of rank number `index` of this machine, for a library of this kind.
-
-    NCCL_TESTS_DEVICE, as in nccl-tests, is the number of the first one.
-    """
-    index += int(os.environ.get("NCCL_TESTS_DEVICE", "0"))
+    """The device number `index` of this machine, for a library of this kind."""
     return Host(index) if kind == "host" else Gpu(index, null_stream)
 
 

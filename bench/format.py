@@ -198,6 +198,7 @@ class Report:
     ) -> None:
         self._program, self._options, self._out = program, options, out
         self._ranks = 0
+        self._in_row = False
         self._busbw: list[float] = []
         self._row: dict[str, Any] = {}
         self._rows: list[dict[str, Any]] = []
@@ -234,6 +235,7 @@ class Report:
 
     def begin_row(self, row: Row) -> None:
         self._out.write(row.text)
+        self._in_row = True
         self._row = {"size": row.size, "count": row.count, "type": row.dtype, "redop": row.op}
         self._row["root"] = "%6d" % row.root
 
@@ -271,6 +273,7 @@ class Report:
     def end_row(self) -> None:
         stamp = "%21s" % time.strftime(TIME_FORMAT) if self._options.timestamps else ""
         self._say(stamp)
+        self._in_row = False
         self._row |= {"actual_iterations": self._options.iterations, "experiment_name": ""}
         self._rows.append(self._row)
 
@@ -301,6 +304,8 @@ class Report:
 
     def close(self, error: str = "") -> None:
         """The last line, and the files. Call it on every way out: a broken run leaves what it measured."""
+        if self._in_row:
+            self._say("")
         self._say(f"# error: {error}" if error else "")
         self._document["errors"] = [error] if error else []
         self._document["end_time"] = time.strftime(TIME_FORMAT)

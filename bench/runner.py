@@ -25,7 +25,7 @@ from bench.collectives import COLLECTIVES, Case, Collective
 from bench.devices import POISON, device_of
 from bench.format import Device, IterationStats, Measurement, Report, Row
 from bench.options import Options, UsageError, parse, refuse_what_cannot_apply
-from bench.splitting import group_of
+from bench.variables import first_device, group_of, least_bandwidth
 from pynccl import environment
 from pynccl.abi import Library, load
 from pynccl.abi.types import NCCL_VERSION_CODE
@@ -45,7 +45,8 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     try:
         library = load(options.library)
         refuse_what_cannot_apply(options, library.kind)
-        group_of(0, os.environ)
+        for variable in (first_device, least_bandwidth, lambda environment: group_of(0, environment)):
+            variable(os.environ)  # an error now, and not on every rank
         if options.gpus > 1 and find_launcher() is None:
             return _start_ranks(program, options, arguments)
         return Sweep(COLLECTIVES[program], options, library, arguments).run()
@@ -55,6 +56,8 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     except (pynccl.NcclError, OSError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def _start_ranks(program: str, options: Options, arguments: Sequence[str]) -> int:
@@ -77,24 +80,40 @@ class Sweep:
         self.size = self.place.size * self.threads
         self.local_size = self.place.local_size * self.threads
         self.ranks: list[Rank] = []
+        self.report: Report | None = None
         self.first_error: BaseException | None = None
         self._lock = threading.Lock()
 
     def run(self) -> int:
-        own = bytes(pynccl.get_unique_id(self.library)) if self.place.rank == 0 else None
-        uid = pynccl.UniqueId.from_bytes(share(own, self.place, timeout=MEETING_SECONDS))
-        self.ranks = [Rank(self, thread, uid) for thread in range(self.threads)]
-        if self.threads == 1:
-            self.ranks[0].run()
-        else:
-            threads = [threading.Thread(target=rank.run_as_thread) for rank in self.ranks]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            if self.first_error:
-                raise self.first_error
+        """The exit status. An error of any rank is raised here; the report is closed whatever happens."""
+        if (
+            self.place.rank == 0
+        ):  # opened first: a file that cannot be written must not keep the others waiting
+            command = [self.collective.program, *self.arguments]
+            self.report = Report(self.collective.program, self.options, sys.stdout, arguments=command)
+        try:
+            own = bytes(pynccl.get_unique_id(self.library)) if self.place.rank == 0 else None
+            uid = pynccl.UniqueId.from_bytes(share(own, self.place, timeout=MEETING_SECONDS))
+            self.ranks = [Rank(self, thread, uid) for thread in range(self.threads)]
+            self._run_ranks()
+        except BaseException as error:
+            if self.report:
+                self.report.close(f"{type(error).__name__}: {error}")
+            raise
+        if self.report:
+            self.report.close()
         return 0 if all(rank.good for rank in self.ranks) else 1
+
+    def _run_ranks(self) -> None:
+        if self.threads == 1:
+            return self.ranks[0].run()
+        threads = [threading.Thread(target=rank.run_as_thread) for rank in self.ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.first_error:
+            raise self.first_error
 
     def end_all(self, failed: Rank, error: BaseException) -> None:
         """One rank cannot go on: the other threads of this process must not wait for it."""
@@ -130,25 +149,15 @@ class Rank:
     def run(self) -> None:
         """Everything, from the communicator to the last line. Sets `good`."""
         with contextlib.ExitStack() as stack:
-            report = None
-            if self.number == 0:
-                command = [f"{self.collective.program}", *self.sweep.arguments]
-                report = Report(self.collective.program, self.options, sys.stdout, arguments=command)
-            try:
-                self._open(stack)
-                self._run(report)
-            except BaseException as error:
-                if report:
-                    report.close(f"{type(error).__name__}: {error}")
-                raise
-            if report:
-                report.close()
+            self._open(stack)
+            self._run(self.sweep.report if self.number == 0 else None)
 
     # ---- setting up
 
     def _open(self, stack: contextlib.ExitStack) -> None:
         options, library = self.options, self.sweep.library
-        self.device = device_of(library.kind, self._local, options.null_stream)
+        index = first_device(os.environ) + self._local
+        self.device = device_of(library.kind, index, options.null_stream)
         memory_before = self.device.used_memory()
         self.world = stack.enter_context(
             pynccl.Communicator(
@@ -298,11 +307,10 @@ class Rank:
 
     def _conclude(self, report: Report | None) -> None:
         out_of_bounds = int(sum(self._gather_numbers(self._bad_checks)))
-        text = os.environ.get("NCCL_TESTS_MIN_BW")
         good = not out_of_bounds
         if report:
             memory = _memory_text([*self._memory, 0]) if self.options.memory_report else None
-            good = report.finish(out_of_bounds, float(text) if text else None, memory)
+            good = report.finish(out_of_bounds, least_bandwidth(os.environ), memory)
         self.good = bool(self._gather_numbers(good)[0])  # rank 0's word on the bandwidth is everyone's
 
     # ---- what ranks tell each other: through the communicator itself, as it is there

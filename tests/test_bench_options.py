@@ -14,7 +14,7 @@ from bench.options import (
     parse_size,
     refuse_what_cannot_apply,
 )
-from bench.splitting import group_of
+from bench.variables import first_device, group_of, least_bandwidth
 
 K, M, G = 1024, 1024**2, 1024**3
 
@@ -182,3 +182,12 @@ def test_split_variables_give_groups_of_processes(variables: dict[str, str], gro
 def test_a_split_that_cannot_be_read_is_an_error(text: str):
     with pytest.raises(UsageError, match="NCCL_TESTS_SPLIT"):
         group_of(1, {"NCCL_TESTS_SPLIT": text})
+
+
+def test_the_other_variables_are_read_and_checked():
+    assert first_device({}) == 0 and first_device({"NCCL_TESTS_DEVICE": "3"}) == 3
+    assert least_bandwidth({}) is None and least_bandwidth({"NCCL_TESTS_MIN_BW": "1.5"}) == 1.5
+    with pytest.raises(UsageError, match="NCCL_TESTS_DEVICE: 'first'"):
+        first_device({"NCCL_TESTS_DEVICE": "first"})
+    with pytest.raises(UsageError, match="NCCL_TESTS_MIN_BW: 'fast'"):
+        least_bandwidth({"NCCL_TESTS_MIN_BW": "fast"})

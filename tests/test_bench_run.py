@@ -183,6 +183,12 @@ def test_what_the_host_library_cannot_do_is_misuse(capsys: Capture):
     assert "-G 2 (--cudagraph): a CUDA graph needs a GPU" in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_be_written_keeps_no_rank_waiting(capsys: Capture, tmp_path: Path):
+    file = tmp_path / "nowhere" / "out.json"
+    assert main(PROGRAM, ["-b", "8", "-e", "8", "-t", "2", "-J", str(file)]) == 1
+    assert str(file) in capsys.readouterr().err
+
+
 def test_an_error_of_a_rank_ends_all_threads_and_is_said(capsys: Capture, monkeypatch: pytest.MonkeyPatch):
     def fail(comm: Any, result: Any) -> None:
         if comm.rank == 1:

@@ -1,4 +1,7 @@
-"""NCCL_TESTS_SPLIT and NCCL_TESTS_SPLIT_MASK: which processes form a group that runs the sweep on its own."""
+"""What nccl-tests reads from the environment: groups of processes, the first device, the least bandwidth.
+
+Each is a function of a mapping, and raises UsageError, naming the variable, for what it cannot read.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from bench.options import UsageError
 
-__all__ = ["group_of"]
+__all__ = ["first_device", "group_of", "least_bandwidth"]
 
 _OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "AND": lambda process, value: process & value,
@@ -22,7 +25,7 @@ def group_of(process: int, environment: Mapping[str, str]) -> int:
     """The group of a process: 0 for all, unless one of the two variables says otherwise.
 
     NCCL_TESTS_SPLIT_MASK (hexadecimal) is AND with that value; NCCL_TESTS_SPLIT is AND, OR, MOD, DIV (or one
-    of & | % /) and a decimal, 0x or 0b number, as in "MOD 2". Raises UsageError for anything else.
+    of & | % /) and a decimal, 0x or 0b number, as in "MOD 2".
     """
     if mask := environment.get("NCCL_TESTS_SPLIT_MASK"):
         return _OPERATIONS["AND"](process, _number("NCCL_TESTS_SPLIT_MASK", mask, 16))
@@ -39,6 +42,20 @@ def group_of(process: int, environment: Mapping[str, str]) -> int:
     if value == 0 and _SIGNS.get(name, name) in ("MOD", "DIV"):
         raise UsageError(f"NCCL_TESTS_SPLIT={text!r} divides by zero; give a value of at least 1")
     return _OPERATIONS[_SIGNS.get(name, name)](process, value)
+
+
+def first_device(environment: Mapping[str, str]) -> int:
+    """NCCL_TESTS_DEVICE: the number of the device that the first rank of this machine takes; 0 if not set."""
+    return _number("NCCL_TESTS_DEVICE", environment.get("NCCL_TESTS_DEVICE", "0"), 0)
+
+
+def least_bandwidth(environment: Mapping[str, str]) -> float | None:
+    """NCCL_TESTS_MIN_BW: the average bus bandwidth in GB/s of which nine tenths must be reached, if any."""
+    text = environment.get("NCCL_TESTS_MIN_BW")
+    try:
+        return float(text) if text else None
+    except ValueError:
+        raise UsageError(f"NCCL_TESTS_MIN_BW: {text!r} is not a bandwidth in GB/s") from None
 
 
 def _number(variable: str, text: str, base: int) -> int:
