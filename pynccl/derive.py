@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import operator
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from .abi.errors import InvalidArgumentError
 from .abi.library import Library, load
@@ -22,6 +22,14 @@ Self = TypeVar("Self", bound="Derivation")
 
 class Derivation(Core):
     """The calls of a Communicator that give another one. All ranks of the parent make them."""
+
+    @overload
+    def split(
+        self: Self, color: int, key: int = 0, *, config: Config = None, name: str | None = None
+    ) -> Self: ...
+
+    @overload
+    def split(self, color: None, key: int = 0, *, config: Config = None, name: str | None = None) -> None: ...
 
     def split(
         self: Self, color: int | None, key: int = 0, *, config: Config = None, name: str | None = None

@@ -1,4 +1,4 @@
-"""What counts as an array, and what a collective makes of it: `arrays.view` and `operations.plan`, with no communicator."""
+"""What counts as an array, and what a collective makes of it; no communicator is needed for any of it."""
 
 from __future__ import annotations
 
