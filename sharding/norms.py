@@ -1,0 +1,90 @@
+"""Norms and clipping of sharded gradients. Each rank sees its shards; one all-reduce makes the rest."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .engine import ShardedModel
+
+__all__ = ["clip_grad_norm", "clip_grad_value", "grad_norm"]
+
+BLOCK = 1 << 16  # elements: a float64 copy of a block stays in the second-level cache
+
+
+def _sum_of_powers(array: Any, p: float) -> Any:
+    """Sum of |x| ** p, in float64: float32 would overflow at 1e19 and lose small terms. Over blocks, with no
+    full-size copy.
+    """
+    if not isinstance(array, np.ndarray):
+        wide = array.astype("float64")
+        return (abs(wide) ** p).sum()
+    total = 0.0
+    for start in range(0, array.size, BLOCK):
+        block = array[start : start + BLOCK].astype(np.float64)
+        if p == 2:
+            total += float(np.dot(block, block))
+        else:
+            total += float((np.abs(block) ** p).sum())
+    return total
+
+
+def _largest(array: Any) -> Any:
+    return abs(array).max().astype("float64") if array.size else 0.0
+
+
+def grad_norm(model: ShardedModel, p: float) -> float:
+    """See ShardedModel.grad_norm. Replicas hold the same gradients, so the shard group alone is summed
+    over.
+    """
+    if not p > 0:
+        raise ValueError(f"grad_norm: p={p!r}; expected a positive number or math.inf")
+    if model._norm is not None and model._norm[0] == p:
+        return model._norm[1]
+    grads = [shard.grad for shard in model.shards if shard.trainable and not shard.fresh]
+    xp = model.runtime.xp
+    with np.errstate(all="ignore"):  # infinities and NaN are answers here
+        if math.isinf(p):
+            values = [_largest(grad) for grad in grads]
+            local = xp.asarray(
+                max(values, default=0.0) if not any(v != v for v in values) else math.nan, dtype="float64"
+            ).reshape(1)
+        else:
+            local = xp.asarray(sum(_sum_of_powers(grad, p) for grad in grads), dtype="float64").reshape(1)
+        if model.shard_size > 1:
+            if math.isinf(p):
+                # A maximum ignores NaN on the wire: send it as the infinity that it must not hide behind.
+                local = xp.where(xp.isnan(local), xp.inf, local)
+            model.reduce_comm.all_reduce(local, op="max" if math.isinf(p) else "sum")
+            model.counters.count("all_reduce", 8, model.shard_size)
+        total = float(local[0])
+        norm = total if math.isinf(p) else total ** (1 / p)
+    model._norm = (p, norm)
+    return norm
+
+
+def clip_grad_norm(model: ShardedModel, max_norm: float, p: float) -> float:
+    """See ShardedModel.clip_grad_norm."""
+    if not max_norm >= 0:
+        raise ValueError(f"clip_grad_norm: max_norm={max_norm!r}; expected a number of at least 0")
+    norm = grad_norm(model, p)
+    if math.isfinite(norm) and norm > max_norm:
+        scale = max_norm / norm
+        for shard in model.shards:
+            if shard.trainable and not shard.fresh:
+                shard.grad *= shard.grad.dtype.type(scale)
+        model._norm = None
+    return norm
+
+
+def clip_grad_value(model: ShardedModel, value: float) -> None:
+    """See ShardedModel.clip_grad_value."""
+    if not value >= 0:
+        raise ValueError(f"clip_grad_value: value={value!r}; expected a number of at least 0")
+    for shard in model.shards:
+        if shard.trainable and not shard.fresh:
+            model.runtime.xp.clip(shard.grad, -value, value, out=shard.grad)
+    model._norm = None

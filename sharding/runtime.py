@@ -1,0 +1,132 @@
+"""Where arrays live and how communication overlaps with computation: host memory, or a GPU.
+
+A runtime makes memory, streams and marks (events), so that the engine reads the same for both. In host
+memory the compute
+"stream" is the calling thread itself: what it has done is done, and waiting blocks it. On a GPU computation is queued on
+CuPy's current stream; waiting is an event between streams and the CPU never waits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["CudaRuntime", "HostRuntime", "runtime_for"]
+
+
+class HostRuntime:
+    """NumPy arrays, pynccl's host streams."""
+
+    xp: Any = np
+
+    def __init__(self, comm: Any, overlap: bool) -> None:
+        self._comm = comm
+        self._mapped = hasattr(comm, "empty")
+        self._streams: list[Any] = []
+        self.overlap = overlap and type(comm).__module__.partition(".")[0] == "pynccl"
+
+    def empty(self, elements: int, dtype: np.dtype) -> np.ndarray:
+        """1-d memory that peers can map where the communicator offers it: collectives on it copy nothing
+        twice.
+        """
+        return (
+            self._comm.empty((elements,), dtype) if self._mapped and elements else np.empty(elements, dtype)
+        )
+
+    def stream(self) -> Any:
+        """A new communication stream, or None: collectives run in the calling thread."""
+        if not self.overlap:
+            return None
+        import pynccl
+
+        stream = pynccl.Stream(self._comm.library)
+        self._streams.append(stream)
+        return stream
+
+    def follow(self, stream: Any) -> None:
+        """Work queued on `stream` from now on comes after what is computed so far: here it always does."""
+
+    def mark(self, stream: Any) -> Any:
+        """The point that `stream` has reached when all it holds now is done. None: reached."""
+        return None if stream is None else stream.record()
+
+    def wait(self, mark: Any) -> None:
+        """Go on computing only after the mark."""
+        if mark is not None:
+            mark.synchronize()
+
+    def run(self, stream: Any, work: Any) -> Any:
+        """Call `work()` after what the caller waited for; here at once."""
+        return work()
+
+    def synchronize(self) -> None:
+        """Wait for all streams, and raise what went wrong on them."""
+        for stream in self._streams:
+            stream.synchronize()
+
+    def close(self) -> None:
+        """End the streams."""
+        for stream in self._streams:
+            stream.close()
+        self._streams.clear()
+
+
+class CudaRuntime:
+    """CuPy arrays, CUDA streams and events. Nothing here waits on the CPU but `synchronize`."""
+
+    def __init__(self, comm: Any, overlap: bool) -> None:
+        import cupy
+
+        self.xp = cupy
+        self.overlap = overlap
+        self._streams: list[Any] = []
+
+    def empty(self, elements: int, dtype: np.dtype) -> Any:
+        """1-d device memory."""
+        return self.xp.empty(elements, dtype)
+
+    def stream(self) -> Any:
+        """A new stream that does not wait for the legacy default stream; without overlap the current one."""
+        if not self.overlap:
+            return self.xp.cuda.get_current_stream()
+        stream = self.xp.cuda.Stream(non_blocking=True)
+        self._streams.append(stream)
+        return stream
+
+    def follow(self, stream: Any) -> None:
+        """Work queued on `stream` from now on comes after what is computed so far."""
+        current = self.xp.cuda.get_current_stream()
+        if stream.ptr != current.ptr:
+            stream.wait_event(current.record(self.xp.cuda.Event(disable_timing=True)))
+
+    def mark(self, stream: Any) -> Any:
+        """The point that `stream` has reached when all it holds now is done."""
+        return stream.record(self.xp.cuda.Event(disable_timing=True))
+
+    def wait(self, mark: Any) -> None:
+        """What is computed from now on comes after the mark."""
+        if mark is not None:
+            self.xp.cuda.get_current_stream().wait_event(mark)
+
+    def run(self, stream: Any, work: Any) -> Any:
+        """Queue `work()` on `stream`."""
+        with stream:
+            return work()
+
+    def synchronize(self) -> None:
+        """Wait for all streams."""
+        for stream in self._streams:
+            stream.synchronize()
+        self.xp.cuda.get_current_stream().synchronize()
+
+    def close(self) -> None:
+        """Nothing to end: CuPy frees its streams."""
+        self._streams.clear()
+
+
+def runtime_for(comm: Any, sample: Any, overlap: bool) -> HostRuntime | CudaRuntime:
+    """The runtime of the arrays' kind: CuPy arrays live on a GPU, NumPy arrays in host memory."""
+    if type(sample).__module__.partition(".")[0] == "cupy":
+        return CudaRuntime(comm, overlap)
+    return HostRuntime(comm, overlap)
