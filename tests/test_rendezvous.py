@@ -522,6 +522,30 @@ def test_the_next_port_is_taken_when_the_first_is_somebody_elses() -> None:
         assert meet(f"tcp://127.0.0.1:{port}?ports=8", 2) == [PAYLOAD] * 2
 
 
+def test_a_rank_that_waited_long_still_gives_a_silent_port_little_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried, connect_to = threading.Semaphore(0), tcp._connect
+
+    def counted(*arguments: Any) -> Any:
+        try:
+            return connect_to(*arguments)
+        finally:
+            tried.release()
+
+    monkeypatch.setattr(tcp, "_connect", counted)
+    port = free_port()
+    url = f"tcp://127.0.0.1:{port}?ports=2"
+    rank_1 = in_thread(lambda: share(None, place(1, 2, url), timeout=60))
+    for _ in range(24):
+        assert tried.acquire(timeout=30)
+    with listening(port):
+        began = time.monotonic()
+        assert share(PAYLOAD, place(0, 2, url), timeout=60) == PAYLOAD
+        assert rank_1() == PAYLOAD
+    assert time.monotonic() - began < 10
+
+
 def test_one_exact_port_that_is_taken_is_an_error() -> None:
     with (
         listening() as port,

@@ -53,7 +53,8 @@ _NEWS_SECONDS = 0.25  # between two messages about the missing ranks
 _NAME_SECONDS = (
     30.0  # a host name may appear late (a cluster's name service), but a misspelt one must not wait long
 )
-_PATIENCE = 1.0  # for the first greeting on a port; doubled at each round, for slow machines
+# For the greeting at a port; doubled, for a slow rank 0, when none came, up to what rank 0 itself would wait.
+_PATIENCE, _LONGEST_PATIENCE = 1.0, _HANDSHAKE_SECONDS
 _PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # between two rounds over the ports
 
 # What a handshake with a stranger may end in: closed or broken, rubbish (an AssertionError before Python
@@ -134,11 +135,12 @@ def fetch(place: Place, address: Address, call: int, secret: bytes | None, deadl
     patience, pause = _PATIENCE, _PAUSE
     missing: list[int] = []
     while True:
+        stalled = False
         for where in _doors(address, secret, deadline):
             left = deadline - time.monotonic()
             if left <= 0:
                 break
-            visit = _Visit(place, call, deadline, missing)
+            visit, arrived = _Visit(place, call, deadline, missing), time.monotonic()
             try:
                 with contextlib.closing(_connect(where, min(patience, left))) as link:
                     answer = visit.speak(
@@ -148,6 +150,7 @@ def fetch(place: Place, address: Address, call: int, secret: bytes | None, deadl
                 raise
             except _NO_PEER as error:
                 seen[_show(where[1])] = visit.story(error)
+                stalled |= time.monotonic() - arrived >= patience
                 continue
             if answer is not None:
                 return answer
@@ -156,7 +159,9 @@ def fetch(place: Place, address: Address, call: int, secret: bytes | None, deadl
         if left <= 0:
             break
         time.sleep(min(pause, left))
-        pause, patience = min(pause * 1.5, _LONGEST_PAUSE), patience * 2
+        pause = min(pause * 1.5, _LONGEST_PAUSE)
+        if stalled:
+            patience = min(patience * 2, _LONGEST_PATIENCE)
     waited = f"within {deadline - began:.3g} s"
     tried = "; ".join(f"{where}: {what}" for where, what in seen.items()) or "not tried"
     if missing:
