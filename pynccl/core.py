@@ -226,7 +226,8 @@ class Core:
             self._check_not_ended(call)  # the library was given no communicator: say why
         # A child that is being made does not know its rank yet; the rank that called is the parent's.
         rank = self.rank if self.rank >= 0 or self._parent is None else self._parent.rank
-        check(self.library, code, call, comm=self._handle, rank=rank, comm_name=self.name)
+        handle = self._box.value if self._ended is None else None
+        check(self.library, code, call, comm=handle, rank=rank, comm_name=self.name)
         raise AssertionError(f"{call}: code {code} is no failure")
 
     def own(self, thing: Any) -> None:
