@@ -1,5 +1,4 @@
-"""Fully sharded data parallelism over plain arrays: weights, gradients and optimizer state divided over the
-ranks.
+"""Fully sharded data parallelism over plain arrays: weights, gradients and optimizer state over the ranks.
 
 >>> model = fully_shard(params, comm, units=["embed", "blocks.*", "head"])        # doctest: +SKIP
 >>> with model.microbatch():                                                     # doctest: +SKIP

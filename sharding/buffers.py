@@ -1,10 +1,9 @@
-"""Full-size buffers: few, persistent, reused. The rings that bound how much of the model is whole at any
-time.
+"""Full-size buffers: few, persistent, reused. The rings that bound how much of the model is whole at once.
 
 A ring has a fixed number of slots, each as large as the largest unit that uses it. A slot is taken when a
-unit is gathered (or
-its gradients begin) and given back when it is released (or reduced): that is the whole of "at most two live". Buffers are
-never freed while the engine lives, so no allocator can fragment and no stream can read freed memory.
+unit is gathered (or its gradients begin) and given back when it is released (or reduced): that is the whole
+of "at most two live". Buffers are never freed while the engine lives, so no allocator can fragment and no
+stream can read freed memory.
 """
 
 from __future__ import annotations
@@ -22,9 +21,11 @@ ALIGN = 64  # of a group inside a slot: a cache line
 
 @dataclass
 class Counters:
-    """What really happened, to be held against what should. Calls, bytes sent (by this rank, ring
-    accounting: a gathered
-    unit of s bytes on N ranks costs s * (N - 1) / N), and buffers in use."""
+    """What really happened, to be held against what should: calls, bytes sent and buffers in use.
+
+    Bytes are those that this rank sends in a ring: a gathered unit of s bytes on N ranks costs
+    s * (N - 1) / N.
+    """
 
     all_gather: int = 0
     reduce_scatter: int = 0
@@ -107,7 +108,8 @@ class Ring:
             self._made += 1
         else:
             raise RuntimeError(
-                f"all {self.size} full {self.kind} buffers are in use; close the context of a unit before opening more"
+                f"all {self.size} full {self.kind} buffers are in use; close the context of a unit before "
+                "opening more"
             )
         self._count(+1)
         return slot
@@ -126,7 +128,5 @@ class Ring:
 
 
 def poison(array: Any) -> None:
-    """Overwrite a released buffer with NaN (all bits set where the dtype has none), so that a kept reference
-    is found out.
-    """
+    """Fill a released buffer with NaN (all bits set, in every dtype), to find kept references."""
     array.view(np.uint8)[...] = 0xFF

@@ -1,8 +1,7 @@
 """What the engine asks of a communicator. `pynccl.Communicator` is one; a fake in a test can be another.
 
-Calls are collective: every rank makes them in the same order. `stream` is passed only if `streams` says the
-communicator
-takes it. Arrays are 1-d and contiguous, of the dtypes that the policies name.
+Calls are collective: every rank makes them in the same order. Arrays are 1-d and contiguous, of the dtypes
+that the policies name. `stream` is passed only to pynccl's own communicators and on GPUs: see `runtime.py`.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ __all__ = ["Comm"]
 
 @runtime_checkable
 class Comm(Protocol):
-    """The protocol. `empty` (memory that peers can map) and streams are used where they exist: see
-    `runtime.py`.
-    """
+    """The protocol. `empty` (memory that peers can map) is used where it exists."""
 
     rank: int
     size: int

@@ -1,11 +1,10 @@
 """The engine: which unit is whole when, and which collectives run in which order.
 
 A phase machine, RESTING -> FORWARD -> BACKWARD -> RESTING, walks the units in declared order (backwards in
-BACKWARD). Every rank
-walks all units in every microbatch, whether its data needs them or not: a unit that the user skips is
-gathered and released
-(and its zero gradient reduced) in passing, so that collectives pair on all ranks. That, and streams that keep order, is why
-no rank can hang another. How gradients are reduced is `reduce.py`; how it all starts is `start.py`.
+BACKWARD). Every rank walks all units in every microbatch, whether its data needs them or not: a unit that the
+user skips is gathered and released (and its zero gradient reduced) in passing, so that collectives pair on
+all ranks. That, and streams that keep order, is why no rank can hang another. How gradients are reduced is
+`reduce.py`; how it all starts is `start.py`.
 """
 
 from __future__ import annotations
@@ -37,14 +36,35 @@ class PhaseError(RuntimeError):
 class ShardedModel:
     """A model whose parameters, gradients and optimizer state are divided over ranks. Made by `fully_shard`.
 
-    Iterating gives the units in declared order, `reversed(model)` backwards, `model["blocks.3"]` one by name; `model.root` is the
-    unit of parameters that no pattern took or that several units share (None if there are none, or if it is
-    the only unit).
+    Iterating gives the units in declared order, `reversed(model)` backwards, `model["blocks.3"]` one by name;
+    `model.root` is the unit of parameters that no pattern took or that several units share (None if there are
+    none, or if it is the only unit).
     """
 
+    comm: Any
+    rank: int
+    size: int
     layout: Layout
     strategy: Strategy
     precision: MixedPrecision | None
+    shard_rank: int
+    shard_size: int
+    """Of the group that the state is divided over."""
+    replicate_rank: int
+    replicate_size: int
+    """Of the group that holds equal shards: hybrid_shard's replicas, or all ranks of no_shard."""
+    gather_comm: Any
+    reduce_comm: Any
+    replicate_comm: Any
+    part_comm: Any
+    reduce_op: str
+    reshard_after_forward: bool
+    prefetch: bool
+    debug: bool
+    runtime: Any
+    _own_comms: list[Any]
+    _trainable: dict[str, bool]
+    _home: dict[str, Unit]
 
     def __init__(self, setup: Any) -> None:
         """`setup` is start.Setup: everything decided before the first gather."""
@@ -133,10 +153,9 @@ class ShardedModel:
         """One forward and backward over all units. On exit everything is reduced that the strategy reduces.
 
         `last=False` says that more microbatches follow before the optimizer's step. `sync=False` keeps this
-        microbatch's
-        gradients whole on this rank and adds them to the next reduction (more memory, less traffic); the
-        last must sync.
-        Gradients add up over microbatches: scale the loss by 1 / microbatches for a mean.
+        microbatch's gradients whole on this rank and adds them to the next reduction (more memory, less
+        traffic); the last must sync. Gradients add up over microbatches: scale the loss by 1 / microbatches
+        for a mean.
         """
         self.require(RESTING, "microbatch()")
         self._check_usable("microbatch()")
@@ -226,12 +245,13 @@ class ShardedModel:
         """Make a unit whole for its forward, and start the next one's gather."""
         if self.phase == RESTING:
             raise PhaseError(
-                f"{unit.name}.forward() outside of a microbatch; open one: `with model.microbatch():`, or `with model.evaluate():` "
-                "for a forward pass alone"
+                f"{unit.name}.forward() outside of a microbatch; open one: `with model.microbatch():`, or "
+                "`with model.evaluate():` for a forward pass alone"
             )
         if self.phase == BACKWARD:
             raise PhaseError(
-                f"{unit.name}.forward() after backward began in this microbatch; recompute inside its backward() instead"
+                f"{unit.name}.forward() after backward began in this microbatch; recompute inside its "
+                "backward() instead"
             )
         if unit.kept:
             self.ready(unit)
@@ -281,8 +301,8 @@ class ShardedModel:
         index = self.units.index(unit)
         if index > self._position:
             raise PhaseError(
-                f"{unit.name}.backward(): this microbatch has passed it already and expects {self._expected(self._position)}; "
-                "open each unit once, in reverse order"
+                f"{unit.name}.backward(): this microbatch has passed it already and expects "
+                f"{self._expected(self._position)}; open each unit once, in reverse order"
             )
         self._check_closed(unit, "backward")
         self._pass_by(index)
@@ -415,9 +435,7 @@ class ShardedModel:
         raise KeyError(owner)
 
     def owner_views(self, unit: Unit, owner: str) -> dict[str, Any]:
-        """Full weights that `unit` shows but does not own: those of the root unit, or its own under another
-        name.
-        """
+        """Full weights that `unit` shows but does not own: the root unit's, or its own by another name."""
         home = self._home[owner]
         if home is not unit:
             self.ready(home)
@@ -426,9 +444,7 @@ class ShardedModel:
     # --- between microbatches -------------------------------------------------------------------------------
 
     def updated(self) -> None:
-        """`Shard.data` has changed (an optimizer's step, a load): refresh what is gathered, forget what was
-        whole.
-        """
+        """`Shard.data` has changed (a step, a load): refresh what is gathered, forget what was whole."""
         self.require(RESTING, "updated()")
         for unit in self.all_units:
             for shard in unit.shards:
@@ -457,14 +473,15 @@ class ShardedModel:
         self._check_usable(call)
         if self.reducer.pending():
             raise PhaseError(
-                f"{call}: gradients of this step are not reduced yet; the last microbatch must be opened with last=True"
+                f"{call}: gradients of this step are not reduced yet; the last microbatch must be opened "
+                "with last=True"
             )
 
     def grad_norm(self, p: float = 2.0) -> float:
-        """The p-norm of all gradients, over all ranks and parameters; each tied one counts once, padding and
-        replicas never.
+        """The p-norm of all gradients, over all ranks and parameters.
 
-        p = inf gives the largest absolute value. One all-reduce. NaN or inf if any gradient of any rank is.
+        Each tied one counts once, padding and replicas never. p = inf gives the largest absolute value. One
+        all-reduce. NaN or inf if any gradient of any rank is.
         """
         self.check_step("grad_norm()")
         return norms.grad_norm(self, p)
@@ -491,21 +508,24 @@ class ShardedModel:
                 else "outside of a microbatch"
             )
             raise PhaseError(
-                f"{call} {where}; it belongs {'outside of microbatches' if phase == RESTING else 'in ' + phase}"
+                f"{call} {where}; it belongs "
+                f"{'outside of microbatches' if phase == RESTING else 'in ' + phase}"
             )
 
     def _check_usable(self, call: str) -> None:
         if self._broken:
             raise PhaseError(
-                f"{call}: {self._broken}, so the gradients of this step are incomplete; call zero_grad() first"
+                f"{call}: {self._broken}, so the gradients of this step are incomplete; call zero_grad() "
+                "first"
             )
 
     # --- observation ----------------------------------------------------------------------------------------
 
     def on_event(self, callback: Callable[[str, str, float, float, str], None]) -> None:
-        """`callback(name, unit, start, stop, detail)` after each wait for a gather, computation, wait for a
-        reduction and
-        optimizer step; times from time.perf_counter(), in seconds."""
+        """`callback(name, unit, start, stop, detail)` after each wait, computation and optimizer step.
+
+        Times are those of time.perf_counter(), in seconds.
+        """
         self._listeners.append(callback)
 
     def event(self, name: str, unit: str, start: float, detail: str = "") -> None:

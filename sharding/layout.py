@@ -4,9 +4,8 @@ communication.
 A *unit* is what is gathered and released together (an embedding, a block, a head). Its parameters of one
 dtype and
 trainability form a *flat group*: one flat buffer of `numel` elements, in the order of the parameters, padded
-so that it
-divides into `shards` equal parts whose bytes are a multiple of 16. Rank r of the shard group owns elements
-`[r * shard, (r + 1) * shard)`. The padding is zero and stays zero.
+so that it divides into `shards` equal parts whose bytes are a multiple of 16. Rank r of the shard group owns
+elements `[r * shard, (r + 1) * shard)`. The padding is zero and stays zero.
 """
 
 from __future__ import annotations
@@ -74,9 +73,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """Parameters of one unit with one dtype and trainability, as one flat buffer in `shards` parts of
-    `shard` elements.
-    """
+    """Parameters of one unit with one dtype and trainability: one flat buffer in `shards` equal parts."""
 
     dtype: str
     trainable: bool
@@ -143,9 +140,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Piece:
-    """What of one parameter lies in one shard: elements [param_start, param_stop) of it, at [shard_start,
-    shard_stop).
-    """
+    """What of one parameter lies in one shard: its elements [param_start, param_stop), and where they lie."""
 
     name: str
     param_start: int
@@ -170,7 +165,8 @@ def pieces(group: FlatGroup, rank: int) -> list[Piece]:
 def shard_size(numel: int, shards: int, itemsize: int) -> int:
     """Elements of a shard: numel / shards rounded up, its bytes up to a multiple of ALIGN_BYTES."""
     step = ALIGN_BYTES // math.gcd(ALIGN_BYTES, itemsize)
-    return -(-(-(-numel // shards)) // step) * step
+    each = (numel + shards - 1) // shards
+    return (each + step - 1) // step * step
 
 
 def plan(
@@ -206,9 +202,9 @@ def assign(names: Sequence[str], units: Units) -> tuple[dict[str, str], list[str
     """(name -> unit, units in order) by the user's `units`.
 
     * None: all in one unit, "root".
-    * a list of glob patterns over dotted names: "blocks.*" makes a unit of each thing that its wildcard names (blocks.0,
-      blocks.1, ...), a pattern with no wildcard one unit; a list inside the list is one unit of several
-      patterns.
+    * a list of glob patterns over dotted names: "blocks.*" makes a unit of each thing that its wildcard names
+      (blocks.0, blocks.1, ...), a pattern with no wildcard one unit; a list inside the list is one unit of
+      several patterns.
     * a function name -> unit name (None: the root unit).
     * a dict unit name -> list of parameter names or patterns.
 
@@ -255,9 +251,7 @@ def assign(names: Sequence[str], units: Units) -> tuple[dict[str, str], list[str
 
 
 def _matches(name: str, pattern: str) -> str | None:
-    """The unit that `pattern` puts `name` in: the leading components of the name that the pattern's
-    components match.
-    """
+    """The unit that `pattern` puts `name` in: the leading components of it that the pattern's match."""
     parts, wanted = name.split("."), pattern.split(".")
     if len(parts) < len(wanted):
         return None

@@ -16,9 +16,7 @@ BLOCK = 1 << 16  # elements: a float64 copy of a block stays in the second-level
 
 
 def _sum_of_powers(array: Any, p: float) -> Any:
-    """Sum of |x| ** p, in float64: float32 would overflow at 1e19 and lose small terms. Over blocks, with no
-    full-size copy.
-    """
+    """Sum of |x| ** p in float64, in blocks: float32 would overflow at 1e19 and lose small terms."""
     if not isinstance(array, np.ndarray):
         wide = array.astype("float64")
         return (abs(wide) ** p).sum()
@@ -37,9 +35,7 @@ def _largest(array: Any) -> Any:
 
 
 def grad_norm(model: ShardedModel, p: float) -> float:
-    """See ShardedModel.grad_norm. Replicas hold the same gradients, so the shard group alone is summed
-    over.
-    """
+    """See ShardedModel.grad_norm. Replicas hold equal gradients: the shard group alone is summed over."""
     if not p > 0:
         raise ValueError(f"grad_norm: p={p!r}; expected a positive number or math.inf")
     if model._norm is not None and model._norm[0] == p:

@@ -1,13 +1,12 @@
 """Policies: what is sharded, when it is reduced, and in which dtypes. Frozen data, checked when made.
 
-| strategy          | ZeRO | weights            | gradients                     | optimizer |
-|-------------------|------|--------------------|-------------------------------|-----------|
-| no_shard          | 0    | whole              | whole, all-reduced once a step | whole     |
-| shard_optimizer   | 1    | whole              | whole, reduce-scattered once   | sharded   |
-| shard_grad_op     | 2    | whole              | sharded, each microbatch       | sharded   |
-| full_shard        | 3    | sharded, gathered  | sharded, each microbatch       | sharded   |
-| hybrid_shard      | 3    | as full_shard inside a group of `mesh[1]` ranks; gradients are averaged over the
-groups |
+| strategy        | ZeRO | weights           | gradients                      | optimizer |
+|-----------------|------|-------------------|--------------------------------|-----------|
+| no_shard        | 0    | whole             | whole, all-reduced once a step | whole     |
+| shard_optimizer | 1    | whole             | whole, reduce-scattered once   | sharded   |
+| shard_grad_op   | 2    | whole             | sharded, each microbatch       | sharded   |
+| full_shard      | 3    | sharded, gathered | sharded, each microbatch       | sharded   |
+| hybrid_shard    | 3    | as full_shard inside a group of `mesh[1]` ranks; gradients averaged over groups |
 """
 
 from __future__ import annotations
@@ -67,18 +66,16 @@ class MixedPrecision:
         What the user computes with: the dtype of the arrays that `forward()` gives.
     reduce
         Gradients: the arrays that `backward()` gives, their reduction over ranks and their accumulation.
-        None: float32,
-        or float64 for float64 parameters.
+        None: float32, or float64 for float64 parameters.
     output
         What the user casts a unit's output to; the engine only carries it (`fs.precision.output`).
     gather
         What travels when weights are gathered. None: `param`. Narrower than `param` (gather in bfloat16,
-        compute in
-        float32) halves the traffic for libraries that have no arithmetic for 16-bit floats, like NumPy.
+        compute in float32) halves the traffic for libraries that have no arithmetic for 16-bit floats, like
+        NumPy.
     master
         What the optimizer updates. None: the parameter's own dtype, which for 16-bit parameters means
-        training without
-        float32 masters.
+        training without float32 masters.
     """
 
     param: str | None = None
@@ -112,9 +109,7 @@ def is_floating(dtype: np.dtype) -> bool:
 
 
 def dtypes_of(group: FlatGroup, precision: MixedPrecision | None) -> Dtypes:
-    """What a group is kept, sent, computed and reduced in. Groups that are not floating point keep their
-    dtype.
-    """
+    """What a group is kept, sent, computed and reduced in. Integers keep their dtype."""
     own = numpy_dtype(group.dtype)
     if not is_floating(own):
         return Dtypes(own, own, own, own)

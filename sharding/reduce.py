@@ -1,10 +1,9 @@
 """From full gradients to this rank's shard: begin (room to write), finish (reduce or accumulate), drain.
 
 Full gradients lie in a ring of two slots, so that one unit's reduction runs while the next unit computes.
-Where gradients are
-kept whole between microbatches (strategies that reduce once, `sync=False`) they are added up in buffers of
-their own. All sums
-are in the reduce dtype; the division by the number of ranks happens once, in the reduction.
+Where gradients are kept whole between microbatches (strategies that reduce once, `sync=False`) they are added
+up in buffers of their own. All sums are in the reduce dtype; the division by the number of ranks happens
+once, in the reduction.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .buffers import Ring, Slot, poison, slot_bytes
+from .buffers import Counters, Ring, Slot, poison, slot_bytes
 from .unit import Shard, Unit, padded_shapes, views_of
 
 if TYPE_CHECKING:
@@ -43,11 +42,11 @@ class Reducer:
         sizes = [slot_bytes(self._shapes(unit)) for unit in model.units]
         self._ring = Ring("grad", 2, max(sizes, default=0), model.runtime, model.counters)
         self._root_ring = Ring(
-            "root_grad",
+            "grad",
             1,
             slot_bytes(self._shapes(model.root)) if model.root else 0,
             model.runtime,
-            _Silent(),
+            Counters(),
         )
         self._stream = model.runtime.stream()
         self._pending: list[_Pending] = []
@@ -67,7 +66,7 @@ class Reducer:
         ring = self._root_ring if unit.kept else self._ring
         while not ring.available and self._pending:
             self._retire(self._pending.pop(0))
-        slot = unit.grad_slot = ring.take()
+        unit.grad_slot = ring.take()
         full = self._full(unit)
         for shard, flat in zip(unit.trainable, full, strict=True):
             flat[0 if zero else shard.group.numel :] = 0
@@ -145,7 +144,7 @@ class Reducer:
         self._check_unreduced(unit)
         if unit.whole is None:
             unit.whole = [model.runtime.empty(flat.size, flat.dtype) for flat in full]
-        for shard, whole, flat in zip(unit.trainable, unit.whole, full, strict=True):
+        for whole, flat in zip(unit.whole, full, strict=True):
             if unit.whole_pending:
                 whole += flat
             else:
@@ -156,8 +155,9 @@ class Reducer:
     def _check_unreduced(unit: Unit) -> None:
         if unit.reduced:
             raise RuntimeError(
-                f"{unit.name}: its gradients were reduced already in this step, and more would be reduced twice; call zero_grad() after "
-                "the optimizer's step, and open only the last microbatch with last=True"
+                f"{unit.name}: its gradients were reduced already in this step, and more would be reduced "
+                "twice; call zero_grad() after the optimizer's step, and open only the last microbatch with "
+                "last=True"
             )
 
     def _all_reduce(self, unit: Unit) -> None:
@@ -233,10 +233,3 @@ class Reducer:
         """Bytes of full-gradient buffers."""
         whole = sum(w.nbytes for unit in self.model.all_units for w in unit.whole or [])
         return self._ring.bytes_made + self._root_ring.bytes_made + whole
-
-
-class _Silent:
-    """Counts nothing: the root unit's buffer is not one of the ring's."""
-
-    live_root_grad_buffers = 0
-    peak_root_grad_buffers = 0

@@ -1,9 +1,9 @@
 """Where arrays live and how communication overlaps with computation: host memory, or a GPU.
 
 A runtime makes memory, streams and marks (events), so that the engine reads the same for both. In host
-memory the compute
-"stream" is the calling thread itself: what it has done is done, and waiting blocks it. On a GPU computation is queued on
-CuPy's current stream; waiting is an event between streams and the CPU never waits.
+memory the compute "stream" is the calling thread itself: what it has done is done, and waiting blocks it. On
+a GPU computation is queued on CuPy's current stream; waiting is an event between streams and the CPU never
+waits.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ class HostRuntime:
         self.overlap = overlap and type(comm).__module__.partition(".")[0] == "pynccl"
 
     def empty(self, elements: int, dtype: np.dtype) -> np.ndarray:
-        """1-d memory that peers can map where the communicator offers it: collectives on it copy nothing
-        twice.
-        """
+        """1-d memory, which peers can map where the communicator offers that: nothing is copied twice."""
         return (
             self._comm.empty((elements,), dtype) if self._mapped and elements else np.empty(elements, dtype)
         )

@@ -1,10 +1,8 @@
-"""`fully_shard`: from the user's arrays to a ShardedModel. Checks everything on all ranks before anything
-changes on any.
+"""`fully_shard`: from the user's arrays to a ShardedModel. Checks all on all ranks before any changes.
 
 Order matters here: names and dtypes are looked at, every rank hears of any rank's error, the layouts are
-compared, and only then
-is memory made and filled: from rank 0's arrays (broadcast), each rank's own (checked to be equal), or an
-initialiser.
+compared, and only then is memory made and filled: from rank 0's arrays (broadcast), each rank's own (checked
+to be equal), or an initialiser.
 """
 
 from __future__ import annotations
@@ -44,20 +42,17 @@ def fully_shard(
     shapes: Any = None,
     debug: bool = False,
 ) -> ShardedModel:
-    """Divide a model over the ranks of `comm`. Collective; returns the engine that the training loop talks
-    to.
+    """Divide a model over the ranks of `comm`. Collective; returns the engine for the training loop.
 
     params
         A nested dict/list/tuple of NumPy or CuPy arrays (or a flat dict of dotted names). The same array
-        under two names is a
-        tied parameter. The arrays are read, not kept: drop them to free the memory.
+        under two names is a tied parameter. The arrays are read, not kept: drop them to free the memory.
     units
         What is gathered together: see `layout.assign`, or `by_size(32 << 20)`. None: one unit.
     strategy, mesh, precision, reshard_after_forward
         See `policy`. `mesh=(replicate, shard)` is for hybrid_shard. `reshard_after_forward` True: release
-        weights after forward
-        and gather again for backward; False: keep them in between; k: keep 1/k, and gather for backward from
-        k ranks.
+        weights after forward and gather again for backward; False: keep them in between; k: keep 1/k, and
+        gather for backward from k ranks.
     prefetch
         Gather the next unit while this one computes, on a stream of its own.
     frozen
@@ -68,8 +63,7 @@ def fully_shard(
         The rank whose arrays everybody starts from. None: all ranks bring equal arrays, which is checked.
     init, shapes
         Instead of params: `init(name, shape, dtype)` makes one parameter at a time, `shapes` is a tree of
-        `(shape, dtype)` pairs
-        or of things with .shape and .dtype. The whole model never exists on a rank.
+        `(shape, dtype)` pairs or of things with .shape and .dtype. The whole model never exists on a rank.
     debug
         Fill released buffers with NaN, so that an array kept beyond its context is found out.
 
@@ -80,7 +74,8 @@ def fully_shard(
     try:
         if comm is None:
             raise TypeError(
-                "fully_shard: comm is missing; pass pynccl.init(), or any communicator with the protocol of sharding.Comm"
+                "fully_shard: comm is missing; pass pynccl.init(), or any communicator with the protocol of "
+                "sharding.Comm"
             )
         setup.read(
             params,
@@ -147,7 +142,8 @@ class Setup:
             isinstance(reshard, int) and 1 < reshard <= self.shard_size and self.shard_size % reshard == 0
         ):
             raise ValueError(
-                f"fully_shard: reshard_after_forward={reshard!r}; use True, False, or a number of ranks that divides {self.shard_size}"
+                f"fully_shard: reshard_after_forward={reshard!r}; use True, False, or a number of ranks that "
+                f"divides {self.shard_size}"
             )
         leaves = _leaves(params, init, shapes)
         owners = _owners(leaves) if init is None else {}
@@ -190,9 +186,7 @@ class Setup:
         self.sample = next(iter(leaves.values()))
 
     def connect(self) -> None:
-        """The communicators of the mesh: gathers and reductions each have one, so that they never wait for
-        each other.
-        """
+        """The communicators of the mesh: gathers and reductions do not share."""
         comm, own = self.comm, []
         # Two each: a communicator runs its calls in order.
         shard = self.shard_size
@@ -320,7 +314,8 @@ def _mesh(strategy: Strategy, mesh: tuple[int, int] | None, size: int) -> tuple[
         return (1, size) if strategy.shards else (size, 1)
     if mesh is None or len(mesh) != 2 or mesh[0] * mesh[1] != size or min(mesh) < 1:
         raise ValueError(
-            f"fully_shard: hybrid_shard needs mesh=(replicate, shard) with replicate * shard = {size} ranks, not {mesh!r}"
+            f"fully_shard: hybrid_shard needs mesh=(replicate, shard) with replicate * shard = {size} ranks, "
+            f"not {mesh!r}"
         )
     return mesh[0], mesh[1]
 
@@ -348,7 +343,8 @@ def _leaves(params: Any, init: Any, shapes: Any) -> dict[str, Any]:
     }
     if len(kinds) > 1:
         raise TypeError(
-            f"fully_shard: parameters of several array libraries ({', '.join(sorted(kinds))}); pass arrays of one"
+            f"fully_shard: parameters of several array libraries ({', '.join(sorted(kinds))}); pass arrays "
+            "of one"
         )
     return found
 
@@ -385,7 +381,8 @@ def _check_array(name: str, leaf: Any) -> None:
     module = type(leaf).__module__.partition(".")[0]
     if module not in ("numpy", "cupy") or not hasattr(leaf, "flags"):
         raise TypeError(
-            f"fully_shard: parameter {name!r} is a {type(leaf).__name__}; pass NumPy or CuPy arrays (np.asarray makes one)"
+            f"fully_shard: parameter {name!r} is a {type(leaf).__name__}; pass NumPy or CuPy arrays "
+            "(np.asarray makes one)"
         )
     if leaf.dtype.hasobject or (
         leaf.dtype.kind in "OSUMmV" and not leaf.dtype.name.startswith(("bfloat", "float"))
@@ -393,7 +390,8 @@ def _check_array(name: str, leaf: Any) -> None:
         raise TypeError(f"fully_shard: parameter {name!r} has dtype {leaf.dtype}; pass an array of numbers")
     if not leaf.flags.c_contiguous:
         raise ValueError(
-            f"fully_shard: parameter {name!r} (shape {leaf.shape}) is not C-contiguous; pass np.ascontiguousarray of it"
+            f"fully_shard: parameter {name!r} (shape {leaf.shape}) is not C-contiguous; pass "
+            "np.ascontiguousarray of it"
         )
 
 
@@ -440,7 +438,8 @@ def _compare_layouts(comm: Any, layout: Layout) -> None:
             other = theirs[at] if at < len(theirs) else "nothing more"
             if mine != other:
                 raise ValueError(
-                    f"fully_shard: the ranks bring different models: parameter {at} is {mine} on rank 0, and {other} on rank {rank}"
+                    f"fully_shard: the ranks bring different models: parameter {at} is {mine} on rank 0, and "
+                    f"{other} on rank {rank}"
                 )
 
 
@@ -449,12 +448,12 @@ def _compare_values(comm: Any, arrays: Mapping[str, Any]) -> None:
     digests = {}
     for name, array in arrays.items():
         host = array if isinstance(array, np.ndarray) else array.get()
-        digests[name] = hashlib.sha256(np.ascontiguousarray(host).view(np.uint8).reshape(-1)).hexdigest()[:16]
+        digests[name] = hashlib.sha256(np.ascontiguousarray(host).tobytes()).hexdigest()[:16]
     everybody = comm.all_gather_object(digests)
     for name in digests:
         for rank, theirs in enumerate(everybody):
             if theirs[name] != everybody[0][name]:
                 raise ValueError(
-                    f"fully_shard: parameter {name!r} differs between ranks 0 and {rank}; start from equal weights, or leave "
-                    "broadcast_from=0 to take rank 0's"
+                    f"fully_shard: parameter {name!r} differs between ranks 0 and {rank}; start from equal "
+                    "weights, or leave broadcast_from=0 to take rank 0's"
                 )

@@ -1,9 +1,8 @@
 """Nested containers of arrays as dotted names, and back.
 
 A tree is a dict, list or tuple of trees, or a leaf (an array). The name of a leaf is its path: `blocks.0.w`.
-A flat dict
-whose keys already contain dots is a tree like any other: its keys are taken as they are. Knows nothing of
-sharding.
+A flat dict whose keys already contain dots is a tree like any other: its keys are taken as they are. Knows
+nothing of sharding.
 """
 
 from __future__ import annotations
@@ -48,9 +47,7 @@ def rebuild(tree: Tree, leaves: Mapping[str, Any], prefix: str = "") -> Tree:
 
 
 def common_prefix(names: list[str]) -> str:
-    """The longest dotted path that all names lie under: `blocks.0` of `blocks.0.w` and `blocks.0.b`; a
-    single name itself.
-    """
+    """The longest dotted path that all names lie under: `blocks.0` of `blocks.0.w` and `blocks.0.b`."""
     parts = [name.split(".") for name in names]
     shared: list[str] = []
     for column in zip(*parts, strict=False):
@@ -61,8 +58,7 @@ def common_prefix(names: list[str]) -> str:
 
 
 def nest(names: list[str], prefix: str) -> Tree:
-    """The tree under `prefix` that holds just these names, as nested dicts and lists; leaves are the full
-    names.
+    """The tree under `prefix` that holds just these names; its leaves are the full names.
 
     A level whose keys are 0, 1, 2, ... becomes a list. Names outside `prefix` (tied ones) may not be given.
     """

@@ -2,10 +2,8 @@
 opens.
 
 A unit knows its arrays and where they lie. When they are gathered and released is the engine's business: the
-contexts below ask
-it. Weights are given as a tree of the user's names (nested dicts and lists below the unit's common prefix; a
-bare array for a
-unit of one parameter), gradients likewise for the trainable ones.
+contexts below ask it. Weights are given as a tree of the user's names (nested dicts and lists below the
+unit's common prefix; a bare array for a unit of one parameter), gradients likewise for the trainable ones.
 """
 
 from __future__ import annotations
@@ -31,9 +29,7 @@ __all__ = ["Shard", "Unit", "Weights"]
 
 @dataclass(eq=False)
 class Shard:
-    """This rank's part of one flat group. All arrays are 1-d, of `group.shard` elements; the padding is
-    zero.
-    """
+    """This rank's part of one flat group: 1-d arrays of `group.shard` elements. The padding is zero."""
 
     unit: str
     index: int
@@ -42,9 +38,7 @@ class Shard:
     data: Any
     """What the optimizer updates (master dtype)."""
     source: Any
-    """What is gathered (gather dtype): `data` itself where the dtypes agree. `ShardedModel.updated`
-    refreshes it.
-    """
+    """What is gathered (gather dtype): `data` itself where the dtypes agree, else `updated` refreshes it."""
     grad: Any = None
     """The gradient (reduce dtype), complete after the last microbatch of a step. None for frozen groups."""
     fresh: bool = True
@@ -99,9 +93,7 @@ class Unit:
     """Full gradients accumulated but not reduced yet, per trainable group."""
     whole_pending: bool = False
     reduced: bool = False
-    """The whole gradients of this step were reduced where they lie: nothing more may be added before
-    zero_grad.
-    """
+    """The whole gradients of this step were reduced where they lie: add nothing before zero_grad."""
     tied_grads: dict[str, Any] = field(default_factory=dict)
     """Gradients being written under names that are tied."""
     part: list[Any] | None = None
@@ -136,9 +128,8 @@ class Unit:
         meanwhile.
 
         Gives a tree of arrays (compute dtype, read-only in NumPy) that must not be kept beyond the context.
-        Units are opened
-        in declared order; opening a later one first lets the skipped ones take part in what the other ranks
-        do.
+        Units are opened in declared order; opening a later one first lets the skipped ones take part in
+        what the other ranks do.
         """
         model = self.model
         model.open_forward(self)
@@ -154,8 +145,7 @@ class Unit:
         """(weights, gradients) for the unit's backward computation; on exit the gradients are reduced.
 
         The gradients are a tree of arrays (reduce dtype), zero at the start: write or add this rank's. With
-        `zero=False`
-        they start undefined, which saves a pass over memory when every element is written.
+        `zero=False` they start undefined, which saves a pass over memory when every element is written.
         """
         model = self.model
         model.open_backward(self, zero)
@@ -169,8 +159,7 @@ class Unit:
         model.close_backward(self)
 
     def unshard(self) -> Any:
-        """Gather the weights by hand, outside of the contexts (to look at them, say); `reshard` releases
-        them.
+        """Gather the weights by hand, outside of the contexts; `reshard` releases them.
 
         Collective: every rank of the shard group must call it.
         """
@@ -185,9 +174,7 @@ class Unit:
         self.model.release(self)
 
     def keep_part(self, comm: Any, weights: Weights) -> None:
-        """Keep this rank's 1/comm.size of the gathered weights: backward gathers them from fewer, nearer
-        ranks.
-        """
+        """Keep this rank's 1/comm.size of the gathered weights, for backward to gather from fewer ranks."""
         if self.part is None:
             self.part = [
                 self.model.runtime.empty(full.size // comm.size, full.dtype) for full in weights.gathered
@@ -224,9 +211,7 @@ class Unit:
         return self._own_views()
 
     def gradient_views(self) -> dict[str, Any]:
-        """Gradients by the user's name; a tied name gets an array of its own, added to its owner's at the
-        end.
-        """
+        """Gradients by the user's name; a tied name gets its own array, added to its owner's at the end."""
         assert self.grads is not None
         return self.grads
 
