@@ -543,7 +543,7 @@ def test_a_rank_that_waited_long_still_gives_a_silent_port_little_time(
         began = time.monotonic()
         assert share(PAYLOAD, place(0, 2, url), timeout=60) == PAYLOAD
         assert rank_1() == PAYLOAD
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25  # of the 60 s that it would wait at most
 
 
 def test_one_exact_port_that_is_taken_is_an_error() -> None:
