@@ -12,11 +12,13 @@ import operator
 import os
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from . import interrupts
 from .abi.errors import InvalidArgumentError, InvalidUsageError, check
 from .abi.library import Library, load
+from .abi.types import pyncclHostFn_t
 from .flight import HostFlight
 from .threadstate import current
 
@@ -43,6 +45,7 @@ class Stream:
             )
         interrupts.install(self.library)
         self._outer: list[Stream | None] = []
+        self._raised: list[BaseException] = []
         self._handle: int | None = None
         box = ctypes.c_void_p()
         check(self.library, self.library.pyncclStreamCreate(ctypes.byref(box)), "Stream (pyncclStreamCreate)")
@@ -63,14 +66,38 @@ class Stream:
 
     def synchronize(self, timeout: float | None = None) -> None:
         """Wait until all work queued so far is done, and raise its first error. ``timeout`` is in seconds."""
-        self._check(self.library.pyncclStreamSynchronize(self.handle, timeout or 0.0), "Stream.synchronize")
+        code = self.library.pyncclStreamSynchronize(self.handle, timeout or 0.0)
         self.flight.clear_completed()
+        self._raise_first(code, "Stream.synchronize")
 
     def query(self) -> bool:
         """Whether all queued work is done."""
         code = check(self.library, self.library.pyncclStreamQuery(self.handle), "Stream.query")
         self.flight.clear_completed()
         return code == 0
+
+    def call(self, fn: Callable[[], object]) -> None:
+        """Call ``fn()`` in the stream's thread, after the work queued so far and before what is queued later.
+
+        Its result is dropped. What it raises is raised by ``synchronize`` (or ``close``); work queued behind
+        it runs all the same, as after any error. ``fn`` must not wait for its own stream.
+
+        >>> done = []                                              # doctest: +SKIP
+        >>> stream.call(lambda: done.append(time.perf_counter()))  # doctest: +SKIP
+        """
+        if not callable(fn):
+            raise TypeError(f"Stream.call: {fn!r} cannot be called; expected a function without arguments")
+        raised = self._raised
+
+        def run(_: object) -> None:
+            try:
+                fn()
+            except BaseException as error:  # there is no caller here: synchronize is where it is told
+                raised.append(error)
+
+        task = pyncclHostFn_t(run)
+        check(self.library, self.library.pyncclStreamLaunchHostFunc(self.handle, task, None), "Stream.call")
+        self.flight.hold((task,))
 
     def wait_event(self, event: Event) -> None:
         """Work queued from now on runs after ``event``."""
@@ -91,7 +118,7 @@ class Stream:
         code = self.library.pyncclStreamDestroy(handle)
         self._handle = None
         _streams.pop(handle, None)
-        self._check(code, "Stream.close")
+        self._raise_first(code, "Stream.close")
 
     def __enter__(self) -> Stream:
         _ = self.handle
@@ -115,6 +142,14 @@ class Stream:
         if code:
             interrupts.reraise()
             check(self.library, code, call)
+
+    def _raise_first(self, code: int, call: str) -> None:
+        """As ``_check``, but what a function of ``call`` raised comes first."""
+        raised = list(self._raised)
+        del self._raised[: len(raised)]
+        if raised:
+            raise raised[0]
+        self._check(code, call)
 
 
 class Event:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -34,8 +35,6 @@ class Gate:
     """Work that holds a stream up until ``open``: what is queued behind it cannot have run before."""
 
     def __init__(self, stream: pynccl.Stream) -> None:
-        import threading
-
         self._opened = threading.Event()
         self._wait = pyncclHostFn_t(lambda _: bool(self._opened.wait(30)) and None)
         assert stream.library.pyncclStreamLaunchHostFunc(stream.handle, self._wait, None) == 0
@@ -104,6 +103,66 @@ def test_an_explicit_default_stream_waits_even_inside_with_stream(
         assert x[0] == 125
         gate.open()
         stream.synchronize()
+
+
+def test_a_function_runs_between_what_is_queued_before_and_after_it(
+    alone: pynccl.Communicator, stream: pynccl.Stream
+) -> None:
+    gate, x, seen = Gate(stream), np.full(1, 1.0), []
+    with alone.premul_sum(3, "float64") as triple:
+        for _ in range(3):
+            alone.all_reduce(x, op=triple, stream=stream)
+            stream.call(lambda: seen.append((float(x[0]), threading.get_ident())))
+        assert seen == []
+        gate.open()
+        stream.synchronize()
+    assert [value for value, _ in seen] == [3, 9, 27]
+    assert threading.get_ident() not in {thread for _, thread in seen}
+
+
+def test_what_a_function_raises_is_raised_once_by_synchronize_and_later_work_still_runs(
+    stream: pynccl.Stream,
+) -> None:
+    seen = []
+    stream.call(lambda: 1 // 0)
+    stream.call(lambda: [][1])
+    stream.call(lambda: seen.append("after"))
+    with pytest.raises(ZeroDivisionError):
+        stream.synchronize()
+    assert seen == ["after"]
+    stream.synchronize()
+
+
+def test_closing_a_stream_raises_what_its_last_function_raised() -> None:
+    stream = pynccl.Stream()
+    stream.call(lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        stream.close()
+    assert stream.closed
+
+
+def test_a_queued_function_lives_until_it_has_run_and_no_longer(stream: pynccl.Stream) -> None:
+    class Work:
+        def __call__(self) -> None:
+            seen.append("ran")
+
+    seen: list[str] = []
+    gate, work = Gate(stream), Work()
+    gone = weakref.ref(work)
+    stream.call(work)
+    del work
+    gc.collect()
+    assert gone() is not None
+    gate.open()
+    stream.synchronize()
+    gc.collect()
+    assert seen == ["ran"] and gone() is None
+
+
+def test_what_cannot_be_called_is_refused_before_it_is_queued(stream: pynccl.Stream) -> None:
+    with pytest.raises(TypeError, match="cannot be called"):
+        stream.call(3)  # type: ignore[arg-type]
+    assert stream.query()
 
 
 def test_events_order_streams(alone: pynccl.Communicator, stream: pynccl.Stream) -> None:
