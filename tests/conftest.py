@@ -11,7 +11,7 @@ REPO = Path(__file__).resolve().parent.parent
 
 # What a launcher or a user's shell may have set, and what would change the outcome of a test.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-PREFIXES = ("PYNCCL_", "NCCL_", "OMPI_", "PMI_", "PMIX_", "SLURM_")
+PREFIXES = ("PYNCCL_", "NCCL_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "MPI_LOCAL")
 # `make gpu-check` sets it, and the GPU tests need it: two ranks on one GPU.
 KEPT = ("NCCL_MULTI_RANK_GPU_ENABLE",)
 
