@@ -309,6 +309,18 @@ def test_the_bits_do_not_depend_on_how_a_buffer_is_cut(kernels: Kernels, name: s
     assert_same_bits(pieces, whole)
 
 
+@pytest.mark.parametrize("op", ["sum", "prod", "avg"])
+@pytest.mark.parametrize("name", [name for name in DTYPES if name not in INTEGERS])
+def test_a_lone_nan_gives_the_same_bits_wherever_it_lies(kernels: Kernels, name: str, op: str) -> None:
+    """The ends of a block are computed one element at a time, the rest in vectors."""
+    bits = np.dtype(f"u{DTYPES[name].itemsize}")
+    payload = np.array([np.nan]).astype(DTYPES[name]).view(bits) | bits.type(2 if bits.itemsize > 1 else 0)
+    nans, ones = np.repeat(payload, 37).view(DTYPES[name]), np.ones(37).astype(DTYPES[name])
+    for nsrc in (2, 3):
+        result = kernels.reduce(name, op, [ones, nans, ones][:nsrc]).view(bits)
+        assert set(result.tolist()) == {int(result[0])}
+
+
 def test_no_elements_touch_nothing(kernels: Kernels) -> None:
     out = np.array([1.5], "f4")
     kernels.library.reduce_block(

@@ -1,4 +1,6 @@
 /*
+ * What makes loops fast on every machine.
+ *
  * CLONED compiles a function for several x86-64 instruction sets; the CPU's is chosen when the library is loaded.
  *
  * The choice is made by an ifunc, which glibc has and which runs too early for a sanitizer's run time. Elsewhere, and on
@@ -15,6 +17,13 @@
 #define CLONED __attribute__((target_clones("default", "avx2")))
 #else
 #define CLONED
+#endif
+
+/* Before a loop: no iteration reads what another writes, so no check at run time need prove it. */
+#if defined(__clang__)
+#define INDEPENDENT_ITERATIONS _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define INDEPENDENT_ITERATIONS _Pragma("GCC ivdep")
 #endif
 
 #define INLINE static inline __attribute__((always_inline))

@@ -17,7 +17,7 @@ struct format {
     int exponent_bits, mantissa_bits;
     int32_t special;  /* from here on, infinity or NaN */
     int32_t overflow; /* what a value too large becomes */
-    int32_t nan;
+    int32_t nan;      /* without a payload */
 };
 
 static const struct format HALF = {5, 10, 0x7c00, 0x7c00, 0x7e00};
@@ -86,7 +86,8 @@ INLINE int32_t narrow_one(float value, struct format f)
 
     int32_t narrow = select_bits(magnitude < bits_of_power(1 - bias), subnormal, normal);
     narrow = select_bits(narrow > f.overflow, f.overflow, narrow);
-    narrow = select_bits(magnitude > 0x7f800000, f.nan, narrow);
+    int32_t payload = (magnitude >> shift) & ((1 << f.mantissa_bits) - 1); /* kept, as CPUs do that convert */
+    narrow = select_bits(magnitude > 0x7f800000, f.nan | payload, narrow);
     return narrow | sign;
 }
 

@@ -3,7 +3,7 @@
  *
  * This knows nothing of ranks, segments or communicators: it is given pointers and returns bits. The order of the
  * sources is the order of the arithmetic, so equal sources give equal bits whoever computes them, however the caller
- * cuts a buffer into blocks.
+ * cuts a buffer into blocks. (One freedom is left to the CPU: where two NaNs meet, the result has either one's payload.)
  */
 #ifndef PYNCCL_REDUCE_H
 #define PYNCCL_REDUCE_H

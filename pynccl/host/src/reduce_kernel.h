@@ -25,13 +25,13 @@ INLINE OWN(_sum) OWN(_operand)(OWN(_element) x, OWN(_sum) factor, enum reduce_op
 
 /*
  * The loop: (a or sum) op b, to (dst or sum). op and pass are constants wherever this is inlined, so that each copy is
- * straight code which vectorises. ivdep: dst may be a or b exactly, and then each iteration still sees only its own.
+ * straight code which vectorises. Independent: dst may be a or b exactly, and then each iteration still sees only its own.
  */
 INLINE void OWN(_pass)(OWN(_element) *dst, OWN(_sum) *sum, const OWN(_element) *a, OWN(_sum) a_factor,
                        const OWN(_element) *b, OWN(_sum) b_factor, int nsrc, size_t count, enum reduce_op op,
                        int pass)
 {
-#pragma GCC ivdep
+    INDEPENDENT_ITERATIONS
     for (size_t i = 0; i < count; i++) {
         OWN(_sum) x = pass & PASS_FROM_SUM ? sum[i] : OWN(_operand)(a[i], a_factor, op);
         if (!(pass & PASS_ALONE))
