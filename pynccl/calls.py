@@ -49,20 +49,18 @@ class Collectives(Core):
 
         >>> comm.all_reduce(np.full(4, comm.rank, "f4"))       # doctest: +SKIP
         """
-        # The quick path for small host arrays: the same checks, by other means, for the call that hot loops
-        # make.
+        # The quick path, for the call that hot loops make on host arrays: the same checks by other means.
         if type(x) is _ndarray and out is None and stream is None and algorithm is None and not current.busy:
-            codes = self._quick.get(op)
-            if codes is not None and (types := codes.get(x.dtype)) is not None:
-                try:
-                    address = addressof(view_writable(x))
-                except (TypeError, ValueError):
-                    pass  # not writable or not in C order: `plan` accepts it or says what is wrong
-                else:
-                    code = self._all_reduce(address, address, x.size, *types, self._handle, None)
-                    if code:
-                        self.settle(code, "all_reduce (ncclAllReduce)", x)
-                    return x
+            try:
+                dtype, code = self._quick[op][x.dtype]
+                address = addressof(view_writable(x))
+            except (KeyError, TypeError, ValueError):
+                pass  # for `plan` to accept, or to say what is wrong
+            else:
+                code = self._all_reduce(address, address, x.size, dtype, code, self._handle, None)
+                if code:
+                    self.settle(code, "all_reduce (ncclAllReduce)", x)
+                return x
         return self._run(ALL_REDUCE, x, out, op, None, stream, algorithm)
 
     def all_gather(self, x: Any, out: Any = None, *, stream: Any = None, algorithm: str | None = None) -> Any:
@@ -143,11 +141,17 @@ class Collectives(Core):
 
     def barrier(self, *, stream: Any = None) -> None:
         """Return when every rank has called it (on a GPU: after waiting for the stream)."""
-        self._once("barrier", stream)
-        if self.on_gpu:
-            gpu.synchronize(gpu.current_stream() if stream is None else gpu_stream("barrier", stream))
-        elif (queue := host_stream("barrier", self.library, stream)) is not None and current.group is None:
+        self.check_open("barrier")
+        planned = plan(ALL_REDUCE, self._get_token(), None, "max", None, self.place)
+        function, arguments = self._call(ALL_REDUCE, planned, None, None)
+        queue, handle = self.issue(f"barrier ({function})", function, arguments, stream, planned)
+        if current.group is not None:
+            return  # it is made when the group ends, and takes effect on the stream
+        if queue is not None:
             queue.synchronize()
+        elif self.on_gpu:
+            with gpu.on_device(self.device):
+                gpu.synchronize(handle or 0)
 
     # --- for hot loops, and operations of the user ----------------------------------------------------------
 
@@ -210,8 +214,10 @@ class Collectives(Core):
         self.issue(f"{call} ({function})", function, arguments, stream, planned)
         return planned.result if writes else None
 
-    def issue(self, call: str, function: str, arguments: tuple[Any, ...], stream: Any, planned: Plan) -> None:
-        """Make the library's call, now or with the group; keep its arrays alive in flight.
+    def issue(
+        self, call: str, function: str, arguments: tuple[Any, ...], stream: Any, planned: Plan
+    ) -> tuple[Stream | None, int | None]:
+        """Make the library's call, now or with the group; keep its arrays alive. Returns where it runs.
 
         ``arguments`` are those before the stream and, for a ``Config`` function, the configuration as the
         last.
@@ -226,18 +232,19 @@ class Collectives(Core):
             code = made(*arguments)
             if code or queue is not None or hold:
                 self._after(code, call, planned, queue, handle, hold)
-            return
-        current.group.add(
-            Deferred(
-                library=self.library,
-                comm=self,
-                name=call,
-                function=lambda: made(*arguments),
-                done=lambda code: self._after(code, call, planned, queue, handle, hold),
-                dropped=nothing,
-                keep=(planned, arguments),
+        else:
+            current.group.add(
+                Deferred(
+                    library=self.library,
+                    comm=self,
+                    name=call,
+                    function=lambda: made(*arguments),
+                    done=lambda code: self._after(code, call, planned, queue, handle, hold),
+                    dropped=nothing,
+                    keep=(planned, arguments),
+                )
             )
-        )
+        return queue, handle
 
     def _after(
         self, code: int, call: str, planned: Plan, queue: Stream | None, handle: int | None, hold: bool
@@ -289,16 +296,11 @@ class Collectives(Core):
         owned_elsewhere = any(buffer.home not in STREAM_ORDERED for buffer in planned.buffers)
         return None, handle, handle != ordinary or owned_elsewhere
 
-    def _once(self, call: str, stream: Any) -> None:
-        self.check_open(call)
-        planned = plan(ALL_REDUCE, self._get_token(), None, "max", None, self.place)
-        function, arguments = self._call(ALL_REDUCE, planned, None, None)
-        self.issue(f"{call} ({function})", function, arguments, stream, planned)
-
     def _get_token(self) -> Any:
         """One element where calls of this communicator take data."""
         if self._token is None:
-            self._token = gpu.empty(1, "uint8") if self.on_gpu else np.zeros(1, "uint8")
+            with gpu.on_device(self.device):
+                self._token = gpu.empty(1, "uint8") if self.on_gpu else np.zeros(1, "uint8")
         return self._token
 
     def _opened(self) -> None:

@@ -292,8 +292,11 @@ class Core:
         # may.
         _boxes[id(box)] = box
 
+        # NCCL puts a communicator on the GPU that is current in this call, not on the one when a group ends.
+        device = gpu.current_device() if self.on_gpu and current.group is not None else None
+
         def create() -> int:
-            with self._deadline():
+            with self._deadline(), gpu.on_device(device):
                 return make(pointer)
 
         if current.group is not None:

@@ -5,6 +5,7 @@ CuPy is imported when a communicator on GPUs is made, and never before.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from .abi.errors import UnhandledCudaError
@@ -36,9 +37,13 @@ def use_device(device: int) -> None:
     _cupy().cuda.Device(device).use()
 
 
-def current_stream() -> int:
-    """CuPy's current stream on the current device."""
-    return _cupy().cuda.get_current_stream().ptr
+def current_device() -> int:
+    return _cupy().cuda.runtime.getDevice()
+
+
+def on_device(device: int | None) -> Any:
+    """A block in which ``device`` is this thread's current one; None leaves it as it is."""
+    return contextlib.nullcontext() if device is None else _cupy().cuda.Device(device)
 
 
 def synchronize(stream: int) -> None:
@@ -80,6 +85,6 @@ def array_at(address: int, nbytes: int, owner: Any, device: int, shape: Any, dty
 
 def free_after_work(device: int, free: Any) -> None:
     """Call ``free`` on ``device`` after all its work: freeing NCCL's memory does not wait for streams."""
-    with _cupy().cuda.Device(device) as current:
-        current.synchronize()
+    with on_device(device):
+        _cupy().cuda.Device(device).synchronize()
         free()

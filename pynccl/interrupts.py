@@ -27,6 +27,7 @@ class _Watcher(threading.local):
     """``poll`` asks this thread's watcher; in a thread without one it is ``int()``: nothing to report."""
 
     poll: Any = staticmethod(int)
+    generator: Any = None
     raised: BaseException | None = None
 
 
@@ -37,28 +38,36 @@ def _watch() -> Generator[int, None, None]:
     answer = 0
     while True:
         try:
-            # Suspended here, inside the try. Resuming runs the pending signal handlers; one that raises,
-            # raises here.
-            yield answer
-            answer = 0
+            while True:
+                # Suspended here, inside the try. Resuming runs the pending signal handlers, and what one
+                # raises is raised here.
+                yield answer
+                answer = 0
         except GeneratorExit:
             raise
-        except (
-            BaseException
-        ) as error:  # whatever a handler raises: KeyboardInterrupt, SystemExit, a test's time-out
+        except BaseException as error:  # KeyboardInterrupt, SystemExit, a test's time-out: whatever it is
             _watcher.raised, answer = error, 1
+
+
+def _attend() -> None:
+    """Give the main thread a watcher, or a new one: a second signal within microseconds ends a generator."""
+    if threading.current_thread() is threading.main_thread():
+        generator = _watcher.generator
+        if generator is None or generator.gi_frame is None:
+            _watcher.generator = generator = _watch()
+            next(generator)
+            # An ended generator answers 1: the wait gives up, and this function is called again.
+            _watcher.poll = functools.partial(next, generator, 1)
 
 
 _check = pyncclInterruptCheck_t(functools.partial(operator.methodcaller("poll"), _watcher))
 _installed: set[str] = set()
+_attend()
 
 
 def install(library: Library) -> None:
     """Let this host library's waits be interrupted. Does nothing for other libraries, or the second time."""
-    if threading.current_thread() is threading.main_thread() and "poll" not in _watcher.__dict__:
-        watch = _watch()
-        next(watch)
-        _watcher.poll = watch.__next__
+    _attend()
     if library.kind != "host" or library.path in _installed:
         return
     _installed.add(library.path)
@@ -71,4 +80,5 @@ def reraise() -> None:
     """Raise what a signal handler raised during the call that has just failed, if one did."""
     raised, _watcher.raised = _watcher.raised, None
     if raised is not None:
+        _attend()
         raise raised

@@ -98,11 +98,9 @@ class OneSided(Collectives):
         kind = numpy_dtype(dtype)
         nbytes = max(1, prod(shape) * kind.itemsize)
         box = ctypes.c_void_p()
-        if self.on_gpu:
-            gpu.use_device(self.device or 0)
-        self.settle(
-            self.library.ncclMemAlloc(ctypes.byref(box), nbytes), f"empty: {nbytes} bytes (ncclMemAlloc)"
-        )
+        with gpu.on_device(self.device):
+            code = self.library.ncclMemAlloc(ctypes.byref(box), nbytes)
+        self.settle(code, f"empty: {nbytes} bytes (ncclMemAlloc)")
         address = box.value
         assert address is not None
         if self.on_gpu:

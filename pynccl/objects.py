@@ -62,10 +62,11 @@ class Objects(Collectives):
         call = "broadcast_object"
         _check_now(self, call)
         root = check_rank(call, "root", root, self.size)
-        message = encode(call, obj) if self.rank == root else b""
-        size = _out(self, self.broadcast(_in(self, np.array([len(message)], np.int64)), root))
+        message, problem = _try_encode(call, obj) if self.rank == root else (b"", None)
+        size = _out(self, self.broadcast(_in(self, _size(message)), root))
+        _raise_together(call, problem, [root] if size[0] == _NOT_DATA else [])
         data = (
-            np.frombuffer(bytearray(message), np.uint8)
+            np.frombuffer(bytearray(message or b""), np.uint8)
             if self.rank == root
             else np.empty(int(size[0]), np.uint8)
         )
@@ -75,8 +76,10 @@ class Objects(Collectives):
         """``obj`` of every rank, in rank order, on every rank. See ``broadcast_object``."""
         call = "all_gather_object"
         _check_now(self, call)
-        message = encode(call, obj)
-        sizes = _out(self, self.all_gather(_in(self, np.array([len(message)], np.int64))))
+        message, problem = _try_encode(call, obj)
+        sizes = _out(self, self.all_gather(_in(self, _size(message))))
+        _raise_together(call, problem, np.flatnonzero(sizes == _NOT_DATA).tolist())
+        assert message is not None
         padded = np.zeros(int(sizes.max()), np.uint8)
         padded[: len(message)] = np.frombuffer(message, np.uint8)
         rows = _out(self, self.all_gather(_in(self, padded))).reshape(self.size, len(padded))
@@ -91,8 +94,33 @@ def _check_now(comm: Core, call: str) -> None:
         )
 
 
+_NOT_DATA = -1  # instead of a size: the rank has no message, and all ranks raise
+
+
+def _try_encode(call: str, obj: Any) -> tuple[bytes | None, TypeError | None]:
+    try:
+        return encode(call, obj), None
+    except TypeError as error:
+        return None, error
+
+
+def _size(message: bytes | None) -> np.ndarray:
+    return np.array([_NOT_DATA if message is None else len(message)], np.int64)
+
+
+def _raise_together(call: str, problem: TypeError | None, ranks: list[int]) -> None:
+    """A rank's object that cannot be sent is an error everywhere: nobody is left waiting for it."""
+    if problem is not None:
+        raise problem
+    if ranks:
+        raise InvalidUsageError(
+            f"{call}: the object of rank {', '.join(map(str, ranks))} cannot be sent; see there"
+        )
+
+
 def _in(comm: Core, array: np.ndarray) -> Any:
-    return gpu.to_gpu(array) if comm.on_gpu else array
+    with gpu.on_device(comm.device):
+        return gpu.to_gpu(array) if comm.on_gpu else array
 
 
 def _out(comm: Core, array: Any) -> np.ndarray:

@@ -5,6 +5,7 @@ The cases that need the host library's insides (dead ranks, memory, many ranks) 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -501,6 +502,21 @@ def test_what_any_signal_handler_raises_comes_out_of_the_waiting_call() -> None:
         return True
 
     assert run_ranks(1, alone, comm=False, library="host", timeout=30) == [True]
+
+
+def test_a_second_signal_in_the_watchers_one_gap_still_ends_the_wait() -> None:
+    from pynccl import interrupts
+
+    with contextlib.suppress(KeyboardInterrupt):
+        interrupts._watcher.generator.throw(KeyboardInterrupt)  # caught, as a first signal is
+    assert interrupts._watcher.poll() == 0
+    assert type(interrupts._watcher.raised) is KeyboardInterrupt
+    interrupts._watcher.generator.close()  # as a second one would, in the handler of the first
+    assert interrupts._watcher.poll() == 1
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.reraise()
+    interrupts.reraise()  # nothing is left
+    assert interrupts._watcher.poll() == 0
 
 
 def test_a_launched_job_ends_on_ctrl_c(tmp_path: Any) -> None:

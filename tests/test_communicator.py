@@ -168,6 +168,12 @@ def test_a_premul_sum_is_bound_to_its_dtype_and_its_communicator(alone: pynccl.C
         alone.all_reduce(np.ones(2, "f4"), op=op)
 
 
+@pytest.mark.parametrize("op", [["sum"], None, 0, {}])
+def test_what_is_no_reduction_is_refused(alone: pynccl.Communicator, op: Any) -> None:
+    with pytest.raises(TypeError, match="all_reduce: op must be a name such as 'sum'"):
+        alone.all_reduce(np.ones(2), op=op)
+
+
 @pytest.mark.parametrize(
     ("scalar", "dtype", "match"),
     [
@@ -448,6 +454,22 @@ def test_objects_arrive_as_they_were_sent() -> None:
 def test_only_data_is_sent_as_an_object(alone: pynccl.Communicator, value: Any, where: str) -> None:
     with pytest.raises(TypeError, match=f"broadcast_object: {where}.*never pickled"):
         alone.broadcast_object(value)
+
+
+def test_an_object_that_cannot_be_sent_is_an_error_on_every_rank_and_nobody_waits() -> None:
+    def rank(comm):
+        bad = {1, 2} if comm.rank == 1 else 0
+        errors = []
+        for call in (lambda: comm.broadcast_object(bad, 1), lambda: comm.all_gather_object(bad)):
+            with pytest.raises((TypeError, pynccl.InvalidUsageError)) as caught:
+                call()
+            errors.append(str(caught.value))
+        assert comm.all_gather_object(comm.rank) == [0, 1, 2]
+        return errors
+
+    others, one, _ = ranks(rank)
+    assert all("object of rank 1 cannot be sent" in text for text in others)
+    assert all("obj is a set" in text for text in one)
 
 
 def test_an_object_that_contains_itself_is_refused(alone: pynccl.Communicator) -> None:
