@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -182,11 +181,3 @@ def test_pictures_are_drawn(tmp_path: Path):
     for name in ("busbw.png", "loss.png"):
         data = (tmp_path / name).read_bytes()
         assert data.startswith(b"\x89PNG") and len(data) > 10_000
-
-
-def test_the_committed_examples_are_what_the_readme_shows(repo: Path):
-    hello = (repo / "examples" / "hello.py").read_text()
-    lines = [line for line in hello.splitlines() if line.strip()]
-    assert len(lines) == 6
-    assert hello.strip() in (repo / "README.md").read_text()
-    json.dumps(lines)
