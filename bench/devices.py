@@ -14,6 +14,7 @@ import numpy as np
 
 import pynccl
 from bench.check import DTYPE
+from pynccl.abi import Result
 
 __all__ = ["Gpu", "Host", "device_of"]
 
@@ -75,9 +76,8 @@ class Gpu:
         import cupy
 
         self.cupy = cupy
-        self.index = (
-            index % cupy.cuda.runtime.getDeviceCount()
-        )  # a launcher may show each rank its own GPU only
+        # A launcher may show each rank its own GPU only, which then has number 0.
+        self.index = index % cupy.cuda.runtime.getDeviceCount()
         cupy.cuda.Device(self.index).use()  # for this thread, which is the rank's
         self.stream = cupy.cuda.Stream.null if null_stream else cupy.cuda.Stream(non_blocking=True)
         properties = cupy.cuda.runtime.getDeviceProperties(self.index)
@@ -110,14 +110,14 @@ class Gpu:
         """Waits for the stream, looking for the communicator's errors and the end of `timeout` (0: none)."""
         begun = time.monotonic()
         while not self.stream.done:
-            error = comm.async_error()
-            if error:
+            state = comm.async_error()
+            if state not in (Result.SUCCESS, Result.IN_PROGRESS):
                 comm.abort()
-                raise pynccl.NcclError(f"the communicator failed while the stream ran: {error!r}")
+                raise pynccl.NcclError(f"the communicator failed while its stream ran: {state!r}")
             if timeout and time.monotonic() - begun > timeout:
                 comm.abort()
-                raise TimeoutError(
-                    f"the operations took longer than -T {timeout} seconds; raise it, or see NCCL_DEBUG=INFO"
+                raise pynccl.NcclTimeoutError(
+                    f"the operations took longer than -T {timeout:g} s; raise it, or set NCCL_DEBUG=INFO"
                 )
             os.sched_yield()
 
