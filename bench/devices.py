@@ -14,9 +14,9 @@ import numpy as np
 
 import pynccl
 from bench.check import DTYPE
-from pynccl.abi import Result
+from pynccl.abi import Result, gpus
 
-__all__ = ["Gpu", "Host", "device_of"]
+__all__ = ["Gpu", "Host", "device_of", "require_a_device"]
 
 POISON = 0xA5  # what a receive buffer is full of before a check
 
@@ -145,6 +145,15 @@ class Gpu:
         except (TypeError, ValueError):
             return f"CuPy {self.cupy.__version__} has no arrays of {DTYPE[dtype].name}"
         return ""
+
+
+def require_a_device(kind: str) -> None:
+    """Raises InvalidUsageError when NVIDIA's library was chosen and there is no GPU for it."""
+    found = gpus()
+    if kind == "nccl" and not found.devices:
+        raise pynccl.InvalidUsageError(
+            f"no GPU is usable ({found.reason}); --library host runs in host memory"
+        )
 
 
 def device_of(kind: str, index: int, null_stream: bool) -> Host | Gpu:

@@ -22,7 +22,7 @@ import numpy as np
 import pynccl
 from bench import check
 from bench.collectives import COLLECTIVES, Case, Collective
-from bench.devices import POISON, device_of
+from bench.devices import POISON, device_of, require_a_device
 from bench.format import Device, IterationStats, Measurement, Report, Row
 from bench.options import Options, UsageError, parse, refuse_what_cannot_apply
 from bench.variables import first_device, group_of, least_bandwidth
@@ -45,6 +45,7 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     try:
         library = load(options.library)
         refuse_what_cannot_apply(options, library.kind)
+        require_a_device(library.kind)
         for variable in (first_device, least_bandwidth, lambda environment: group_of(0, environment)):
             variable(os.environ)  # an error now, and not on every rank
         if options.gpus > 1 and find_launcher() is None:

@@ -75,9 +75,8 @@ class BytesLM:
 
     def __init__(self, xp: Any, shape: Shape, parameters: Flat, gradients: Flat) -> None:
         self.xp, self.shape, self.p, self.g = xp, shape, parameters, gradients
-        self._future = xp.triu(xp.full((shape.context, shape.context), -xp.inf), k=1).astype(
-            parameters.buffer.dtype
-        )
+        seen = xp.tri(shape.context, dtype=bool)
+        self._future = xp.where(seen, 0.0, -xp.inf).astype(parameters.buffer.dtype)
 
     def initialize(self, seed: int) -> None:
         """Random matrices, ones for scales, zeros for biases. Drawn on the CPU, whatever `xp` is."""

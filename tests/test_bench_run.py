@@ -17,6 +17,7 @@ import pynccl
 from bench.collectives import COLLECTIVES
 from bench.options import DTYPES, OPS
 from bench.runner import main
+from pynccl.abi import Gpus
 
 PROGRAM = "all_reduce_perf"
 Capture = pytest.CaptureFixture[str]
@@ -181,6 +182,14 @@ def test_inside_a_launcher_it_starts_no_ranks_of_its_own(repo: Path):
 def test_what_the_host_library_cannot_do_is_misuse(capsys: Capture):
     assert main(PROGRAM, "-b 8 -e 8 -G 2".split()) == 2
     assert "-G 2 (--cudagraph): a CUDA graph needs a GPU" in capsys.readouterr().err
+
+
+def test_no_gpu_for_nvidias_library_is_said_before_any_rank_starts(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("bench.devices.gpus", lambda: Gpus((), "no driver"))
+    assert main(PROGRAM, "-b 8 -e 8 -g 2 --library nccl".split()) == 1
+    assert "no GPU is usable (no driver); --library host runs" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written_keeps_no_rank_waiting(capsys: Capture, tmp_path: Path):
