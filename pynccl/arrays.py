@@ -122,6 +122,20 @@ def numpy_element(call: str, role: str, dtype: np.dtype) -> ElementType:
 _NUMPY_ELEMENTS: dict[np.dtype, ElementType] = {}
 
 
+def numpy_dtype(call: str, dtype: Any) -> np.dtype:
+    """What ``dtype`` names for NumPy and ml_dtypes; a TypeError that names the call if it names nothing."""
+    if isinstance(dtype, str) and dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, dtype))
+    try:
+        return np.dtype(dtype)
+    except TypeError as error:
+        raise TypeError(
+            f"{call}: dtype={dtype!r} is no dtype ({error}); pass one such as 'float32'"
+        ) from None
+
+
 def is_contiguous(shape: Sequence[int], strides: Sequence[int] | None, itemsize: int) -> tuple[bool, bool]:
     """Whether strides (bytes; None = C order) describe C order, and whether they describe Fortran order."""
     if strides is None:
@@ -181,7 +195,7 @@ class _Numpy:
         )
 
     def empty(self, like: Buffer, shape: tuple[int, ...]) -> Any:
-        dtype = like.keep.dtype if isinstance(like.keep, np.ndarray) else _numpy_dtype(like.element)
+        dtype = like.keep.dtype if isinstance(like.keep, np.ndarray) else _element_dtype(like.element)
         return np.empty(shape, dtype)
 
     def current_stream(self, device: int) -> int:
@@ -212,7 +226,7 @@ class _Cupy:
 
     def empty(self, like: Buffer, shape: tuple[int, ...]) -> Any:
         cupy = cupy_module("allocating an output on the GPU")
-        dtype = like.keep.dtype if self.owns(like.keep) else _numpy_dtype(like.element)
+        dtype = like.keep.dtype if self.owns(like.keep) else _element_dtype(like.element)
         with cupy.cuda.Device(like.device):
             return cupy.empty(shape, dtype)
 
@@ -367,12 +381,11 @@ def _module(name: str) -> Any:
     return sys.modules[name]
 
 
-def _numpy_dtype(element: ElementType) -> np.dtype:
-    if element.name == "bfloat16" or element.name.startswith("float8"):
-        import ml_dtypes
-
-        return np.dtype(getattr(ml_dtypes, element.name))
-    return np.dtype(element.name)
+def _element_dtype(element: ElementType) -> np.dtype:
+    """The dtype for new arrays of what another library holds; plain bytes for a type that NumPy does not have."""
+    if element.name in ELEMENTS:
+        return numpy_dtype("out", element.name)
+    return np.dtype((np.void, element.itemsize))
 
 
 def _device_of(address: int) -> int:

@@ -13,7 +13,7 @@ from .core import Config
 from .derive import Derivation
 from .memory import OneSided
 from .objects import Objects
-from .operations import check_rank
+from .operations import check_rank, integer
 from .threadstate import current
 
 
@@ -51,7 +51,7 @@ class Communicator(Objects, OneSided, Derivation):
         timeout: float | None = None,
         name: str | None = None,
     ) -> None:
-        nranks = _at_least_one("Communicator", "nranks", nranks)
+        nranks = integer("Communicator", "nranks", nranks, 1)
         rank = check_rank("Communicator", "rank", rank, nranks)
         uid = unique_id if isinstance(unique_id, UniqueId) else UniqueId.from_bytes(unique_id)
         self._begin(load(library), rank, nranks, timeout, name, config)
@@ -81,7 +81,7 @@ class Communicator(Objects, OneSided, Derivation):
         threads take one each.
         """
         call = "Communicator.init_all (ncclCommInitAll)"
-        n = _at_least_one("Communicator.init_all", "n", n)
+        n = integer("Communicator.init_all", "n", n, 1)
         if devices is not None and len(devices) != n:
             raise InvalidArgumentError(f"{call}: {len(devices)} devices for {n} ranks; give one for each")
         if current.group is not None:
@@ -105,9 +105,3 @@ class Communicator(Objects, OneSided, Derivation):
             comm._box.value = handle
             comm._made(0)
         return comms
-
-
-def _at_least_one(call: str, role: str, value: Any) -> int:
-    if not isinstance(value, int) or value < 1:
-        raise InvalidArgumentError(f"{call}: {role}={value!r} must be an integer of at least 1")
-    return value

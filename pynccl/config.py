@@ -24,6 +24,10 @@ class UniqueId:
     __slots__ = ("_data",)
 
     def __init__(self, data: bytes) -> None:
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise TypeError(
+                f"UniqueId: {type(data).__name__} is not bytes; pass bytes(uid) of another UniqueId"
+            )
         if len(data) != SIZE:
             raise InvalidArgumentError(f"UniqueId: {len(data)} bytes; a unique id has {SIZE}")
         self._data = bytes(data)
@@ -69,6 +73,10 @@ def communicator_config(
     """
     if isinstance(config, ncclConfig_t):
         return config
+    if config is not None and not isinstance(config, Mapping):
+        raise TypeError(
+            f"Communicator: config={config!r} must be a dict of ncclConfig_t's fields, or the structure"
+        )
     fields = dict(config or {})
     if name is not None:
         fields.setdefault("commName", name)

@@ -165,6 +165,9 @@ class Core:
         else:
             self.abort()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Communicator cannot be copied or pickled; make one on each rank from a UniqueId")
+
     def __del__(self) -> None:
         if getattr(self, "_ended", "") is None and self._box.value is not None:
             warnings.warn(_forgotten(self), ResourceWarning, source=self, stacklevel=2)
@@ -256,6 +259,8 @@ class Core:
         self, lib: Library, rank: int, size: int, timeout: float | None, name: str | None, config: Config
     ) -> None:
         """Everything but the handle."""
+        if timeout is not None and not isinstance(timeout, (int, float)):
+            raise TypeError(f"Communicator: timeout={timeout!r} must be a number of seconds, or None")
         if timeout is not None and not timeout > 0:
             raise InvalidArgumentError(
                 f"Communicator: timeout={timeout!r} must be a positive number of seconds"

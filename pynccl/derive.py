@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import operator
 from collections.abc import Iterable
 from typing import Any, TypeVar, overload
 
@@ -12,7 +11,7 @@ from .abi.library import Library, load
 from .abi.types import ncclUniqueId
 from .config import UniqueId
 from .core import Config, Core
-from .operations import check_rank
+from .operations import check_rank, integer
 
 _NO_COLOR = -1
 
@@ -40,7 +39,8 @@ class Derivation(Core):
         """
         call = "split (ncclCommSplit)"
         self.check_open(call)
-        number = _NO_COLOR if color is None else operator.index(color)
+        number = _NO_COLOR if color is None else integer("split", "color", color)
+        order = integer("split", "key", key)
         if color is not None and number < 0:
             raise InvalidArgumentError(
                 f"split: color={color} must be 0 or more, or None to join no communicator"
@@ -50,7 +50,7 @@ class Derivation(Core):
         def make(box: Any) -> int:
             given = child._config
             pointer = ctypes.byref(given) if given is not None else None
-            return self.library.ncclCommSplit(self._handle, number, operator.index(key), box, pointer)
+            return self.library.ncclCommSplit(self._handle, number, order, box, pointer)
 
         child._create(call, make)
         if color is None:
@@ -115,7 +115,8 @@ class Derivation(Core):
         """
         call = "grow (ncclCommGrow)"
         self.check_open(call)
-        if operator.index(nranks) <= self.size:
+        nranks = integer("grow", "nranks", nranks)
+        if nranks <= self.size:
             raise InvalidArgumentError(
                 f"grow: nranks={nranks} must be more than the {self.size} ranks there are"
             )

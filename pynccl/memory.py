@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import operator
 import os
 import weakref
 from collections.abc import Iterable, Mapping
@@ -19,8 +18,7 @@ from .abi.library import Library
 from .abi.types import ncclWaitSignalDesc_t
 from .arrays import Buffer
 from .calls import Collectives
-from .operations import Plan, check_rank, moved_as, view_in_place
-from .premul import numpy_dtype
+from .operations import Plan, check_rank, integer, moved_as, view_in_place
 
 if TYPE_CHECKING:
     from .core import Core
@@ -88,14 +86,9 @@ class OneSided(Collectives):
         memory is freed when the array, and everything made of it, is gone.
         """
         self.check_open("empty")
-        shape = (
-            (operator.index(shape),)
-            if not isinstance(shape, tuple)
-            else tuple(operator.index(n) for n in shape)
-        )
-        if any(n < 0 for n in shape):
-            raise InvalidArgumentError(f"empty: shape {shape} has a negative axis")
-        kind = numpy_dtype(dtype)
+        axes = shape if isinstance(shape, (tuple, list)) else (shape,)
+        shape = tuple(integer("empty", "each axis of shape", axis, 0) for axis in axes)
+        kind = arrays.numpy_dtype("empty", dtype)
         nbytes = max(1, prod(shape) * kind.itemsize)
         box = ctypes.c_void_p()
         with gpu.on_device(self.device):
@@ -153,7 +146,7 @@ class OneSided(Collectives):
             raise TypeError(
                 f"{call}: window must be a Window of this communicator (comm.register_window), not {window!r}"
             )
-        start = operator.index(offset)
+        start = integer(call, "offset", offset)
         if start < 0 or start + buffer.nbytes > window.buffer.nbytes:
             raise InvalidArgumentError(
                 f"{call}: {buffer.nbytes} bytes at offset {start} do not fit a window of "
@@ -161,7 +154,7 @@ class OneSided(Collectives):
             )
         arguments = (
             *(buffer.address, buffer.count * lanes, dtype, peer, window.handle, start),
-            *(signal, context, 0, self._handle),
+            *(*_which(call, signal, context), 0, self._handle),
         )
         planned = Plan(None, None, 0, dtype, None, None, (buffer, window.buffer))
         self.issue(f"{call} ({function})", function, arguments, stream, planned)
@@ -170,7 +163,12 @@ class OneSided(Collectives):
         """Raise a signal at ``peer``, after the earlier puts to it."""
         call, function = "signal", "ncclSignal"
         self.check_open(call)
-        arguments = (check_rank(call, "peer", peer, self.size), signal, context, 0, self._handle)
+        arguments = (
+            check_rank(call, "peer", peer, self.size),
+            *_which(call, signal, context),
+            0,
+            self._handle,
+        )
         self._issue_without_data(call, function, arguments, stream)
 
     def wait_signal(
@@ -190,13 +188,15 @@ class OneSided(Collectives):
         else:
             ranks = peers if isinstance(peers, Iterable) else (peers,)
             wanted = dict.fromkeys(ranks, count)
-        for peer, number in wanted.items():
-            check_rank(call, "peer", peer, self.size)
-            if number < 1:
-                raise InvalidArgumentError(f"{call}: count={number} for rank {peer} must be at least 1")
         if not wanted:
             raise InvalidArgumentError(f"{call}: no peer to wait for; name at least one rank")
-        rows = [ncclWaitSignalDesc_t(number, peer, signal, context) for peer, number in wanted.items()]
+        signal, context = _which(call, signal, context)
+        rows = [
+            ncclWaitSignalDesc_t(
+                integer(call, "count", number, 1), check_rank(call, "peer", peer, self.size), signal, context
+            )
+            for peer, number in wanted.items()
+        ]
         descriptions = (ncclWaitSignalDesc_t * len(rows))(*rows)
         arguments = (len(rows), descriptions, self._handle)
         self._issue_without_data(call, function, arguments, stream)
@@ -239,6 +239,10 @@ class OneSided(Collectives):
                 else f"{call}: the library did not register x ({buffer}); NCCL_DEBUG=INFO says why"
             )
         return kind(self, buffer, box.value)
+
+
+def _which(call: str, signal: Any, context: Any) -> tuple[int, int]:
+    return integer(call, "signal", signal, 0), integer(call, "context", context, 0)
 
 
 class _Owner:

@@ -142,12 +142,22 @@ def plan_message(call: str, x: Any, place: Place, *, writes: bool) -> Plan:
     )
 
 
+def integer(call: str, role: str, value: Any, least: int | None = None) -> int:
+    """``value`` as an int, of at least ``least``, or an error that names the argument."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{call}: {role} must be an integer, not {type(value).__name__} ({value!r})"
+        ) from None
+    if least is not None and number < least:
+        raise InvalidArgumentError(f"{call}: {role}={number} must be at least {least}")
+    return number
+
+
 def check_rank(call: str, role: str, value: Any, size: int) -> int:
     """``value`` as a rank of a communicator of ``size``, or an error with the range."""
-    try:
-        rank = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{call}: {role} must be an integer, not {type(value).__name__}") from None
+    rank = integer(call, role, value)
     if not 0 <= rank < size:
         raise InvalidArgumentError(
             f"{call}: {role}={rank} is not a rank of this communicator; use 0 to {size - 1}"

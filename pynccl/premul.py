@@ -21,7 +21,7 @@ class PreMulSum:
 
     def __init__(self, comm: Core, scalar: Any, dtype: Any) -> None:
         call = "premul_sum"
-        element = arrays.numpy_element(call, "dtype", numpy_dtype(dtype))
+        element = arrays.numpy_element(call, "dtype", arrays.numpy_dtype(call, dtype))
         if element.reduces_as is None or "sum" not in element.reductions:
             raise InvalidArgumentError(f"{call}: {element.name} cannot be summed; {element.remedy}")
         self.comm, self.element, self.dtype = comm, element, element.reduces_as
@@ -77,14 +77,6 @@ class PreMulSum:
         return f"<PreMulSum {self.element.name}{' destroyed' if self._handle is None else ''}>"
 
 
-def numpy_dtype(dtype: Any) -> np.dtype:
-    if isinstance(dtype, str) and dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
-        import ml_dtypes
-
-        return np.dtype(getattr(ml_dtypes, dtype))
-    return np.dtype(dtype)
-
-
 def _scalar(call: str, scalar: Any, element: ElementType, comm: Core) -> tuple[int, ScalarResidence, Any]:
     """Where the factor lies: in host memory, read now; or on the GPU, read when the collective runs."""
     if comm.on_gpu and hasattr(scalar, "__cuda_array_interface__"):
@@ -97,7 +89,7 @@ def _scalar(call: str, scalar: Any, element: ElementType, comm: Core) -> tuple[i
         raise InvalidArgumentError(f"{call}: scalar={scalar!r} must be one real number")
     # The factor of a complex sum multiplies both parts, so it is a float of half the size.
     name = {"complex64": "float32", "complex128": "float64"}.get(element.name, element.name)
-    held = np.ascontiguousarray(value.reshape(1).astype(numpy_dtype(name)))
+    held = np.ascontiguousarray(value.reshape(1).astype(arrays.numpy_dtype(call, name)))
     if held.dtype.kind in "iu" and held[0] != value.reshape(1)[0]:
         raise InvalidArgumentError(
             f"{call}: scalar={scalar!r} is not a whole number that fits {element.name}"

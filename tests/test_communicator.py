@@ -412,6 +412,34 @@ def test_wrong_windows_offsets_and_counts_are_refused(alone: pynccl.Communicator
         alone.register_window(alone.empty(9, "u1")[1:])
 
 
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda comm: comm.send(np.ones(1), "x"), "send: peer must be an integer, not str"),
+        (lambda comm: comm.recv(np.ones(1), 1.5), "recv: peer must be an integer, not float"),
+        (lambda comm: comm.broadcast(np.ones(1), None), "broadcast: root must be an integer, not NoneType"),
+        (lambda comm: comm.split("red"), "split: color must be an integer, not str"),
+        (lambda comm: comm.split(0, "first"), "split: key must be an integer, not str"),
+        (lambda comm: comm.grow("more"), "grow: nranks must be an integer, not str"),
+        (lambda comm: comm.signal(0, signal=None), "signal: signal must be an integer, not NoneType"),
+        (lambda comm: comm.wait_signal({0: "all"}), "wait_signal: count must be an integer, not str"),
+        (lambda comm: comm.empty("wide"), "empty: each axis of shape must be an integer, not str"),
+        (lambda comm: comm.empty(3, "float31"), "empty: dtype='float31' is no dtype"),
+        (lambda comm: comm.premul_sum(1, "float31"), "premul_sum: dtype='float31' is no dtype"),
+        (lambda comm: comm.register([1]), "register: x must be an array"),
+        (lambda comm: comm.register_window(3), "register_window: x must be an array"),
+        (lambda comm: comm.put("x", 0, None), "put: x must be an array"),
+        (lambda comm: pickle.dumps(comm), "a Communicator cannot be copied or pickled"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named_and_the_communicator_goes_on(
+    alone: pynccl.Communicator, call: Any, match: str
+) -> None:
+    with pytest.raises(TypeError, match=match):
+        call(alone)
+    alone.barrier()
+
+
 def test_registrations_end_by_themselves_with_the_communicator() -> None:
     comm = pynccl.Communicator(1, pynccl.get_unique_id("host"), 0, library="host")
     registered = comm.register(comm.empty(4))
@@ -554,6 +582,8 @@ def test_a_unique_id_travels_as_bytes_and_by_pickle() -> None:
     assert len(bytes(uid)) == 128
     assert pynccl.UniqueId.from_bytes(bytes(uid)) == uid == pickle.loads(pickle.dumps(uid))
     assert pynccl.get_unique_id("host") != uid
+    with pytest.raises(TypeError, match="str is not bytes"):
+        pynccl.UniqueId("text")  # type: ignore[arg-type]
     with pytest.raises(pynccl.InvalidArgumentError, match="5 bytes; a unique id has 128"):
         pynccl.UniqueId.from_bytes(b"short")
 
@@ -564,6 +594,11 @@ def test_a_unique_id_travels_as_bytes_and_by_pickle() -> None:
         ((0, 0), {}, pynccl.InvalidArgumentError, "nranks=0"),
         ((2, 2), {}, pynccl.InvalidArgumentError, "rank=2 is not a rank of this communicator; use 0 to 1"),
         ((1, 0), {"timeout": 0}, pynccl.InvalidArgumentError, "timeout=0"),
+        ((1, 0), {"timeout": "soon"}, TypeError, "timeout='soon'"),
+        ((1.0, 0), {}, TypeError, "nranks must be an integer, not float"),
+        ((1, "0"), {}, TypeError, "rank must be an integer, not str"),
+        ((1, 0), {"config": 5}, TypeError, "config=5 must be a dict"),
+        ((1, 0), {"name": 5}, TypeError, "commName"),
         ((1, 0), {"config": {"colour": 1}}, TypeError, "colour"),
         ((1, 0), {"library": "nonsense"}, pynccl.InvalidArgumentError, "nonsense"),
     ],
