@@ -382,7 +382,7 @@ def _module(name: str) -> Any:
 
 
 def _element_dtype(element: ElementType) -> np.dtype:
-    """The dtype for new arrays of what another library holds; plain bytes for a type that NumPy does not have."""
+    """The dtype for new arrays of what another library holds; plain bytes for one NumPy lacks."""
     if element.name in ELEMENTS:
         return numpy_dtype("out", element.name)
     return np.dtype((np.void, element.itemsize))
