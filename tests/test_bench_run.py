@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -34,8 +35,6 @@ def rows(text: str) -> list[list[str]]:
 
 def run_processes(repo: Path, *arguments: str, status: int = 0, **variables: str) -> str:
     """The output of the program started as a user starts it."""
-    import os
-
     done = subprocess.run(
         [sys.executable, "-m", f"bench.{PROGRAM}", *arguments],
         cwd=repo,
@@ -163,8 +162,6 @@ def test_groups_of_processes_sweep_on_their_own(repo: Path):
 
 
 def test_inside_a_launcher_it_starts_no_ranks_of_its_own(repo: Path):
-    import os
-
     line = f"-n 2 -m bench.{PROGRAM} -b 64 -e 64 -n 2"
     done = subprocess.run(
         [sys.executable, "-m", "pynccl.launch", *line.split()],
@@ -206,3 +203,16 @@ def test_an_error_of_a_rank_ends_all_threads_and_is_said(capsys: Capture, monkey
     break_the_call(monkeypatch, fail)
     assert main(PROGRAM, "-b 8 -e 8 -t 2 -n 1".split()) == 1
     assert "rank 1 stumbled" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "line", ["", "-d all -o all", "-G 2", "-I 1 -K 1", "-M 1", "-y 1", "-R 1", "-m 2 -T 60"]
+)
+def test_the_same_sweep_on_gpus(line: str, repo: Path):
+    text = run_processes(
+        repo, *f"-b 8 -e 4K -f 16 -g 2 -n 3 --library nccl {line}".split(), PYNCCL_LIBRARY="nccl"
+    )
+    table = rows(text)
+    assert len(table) >= 3 and {row[8] for row in table} == {"0"}
+    assert "# Out of bounds values : 0 OK" in text

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +185,20 @@ def test_pictures_are_drawn(tmp_path: Path):
     for name in ("busbw.png", "loss.png"):
         data = (tmp_path / name).read_bytes()
         assert data.startswith(b"\x89PNG") and len(data) > 10_000
+
+
+@pytest.mark.gpu
+def test_training_on_gpus_is_training_in_host_memory(repo: Path, tmp_path: Path):
+    losses = {}
+    for library in ("nccl", "host"):
+        file = tmp_path / f"{library}.json"
+        program = ["-m", "examples.train_bytes_lm", "--steps", "5", "--json", str(file)]
+        subprocess.run(
+            [sys.executable, "-m", "pynccl.launch", "-n", "2", *program],
+            cwd=repo,
+            env={**os.environ, "PYTHONPATH": str(repo), "PYNCCL_LIBRARY": library},
+            check=True,
+            timeout=100,
+        )
+        losses[library] = json.loads(file.read_text())["losses"]
+    assert losses["nccl"] == pytest.approx(losses["host"], abs=1e-9)
