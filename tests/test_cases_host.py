@@ -1,6 +1,8 @@
-"""What people reported of NCCL, Gloo and MPI, on the host library: ranks that die, hang, abort, never come or are too many.
+"""What people reported of NCCL, Gloo and MPI, on the host library: ranks that die, hang, abort, never come
+or are too many.
 
-Every case must end in the right bits or in an error that names the culprit, within the deadline, and leave nothing behind.
+Every case must end in the right bits or in an error that names the culprit, within the deadline, and leave
+nothing behind.
 """
 
 from __future__ import annotations
@@ -189,7 +191,9 @@ def test_shared_memory_that_cannot_be_had_is_an_error_with_the_size_needed() -> 
     def rank(rank, n, uid):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         expected = pynccl.NcclSystemError if rank == 0 else pynccl.RemoteError
-        with pytest.raises(expected, match="MiB.*raise the file size limit" if rank == 0 else "rank 0") as caught:
+        with pytest.raises(
+            expected, match="MiB.*raise the file size limit" if rank == 0 else "rank 0"
+        ) as caught:
             pynccl.Communicator(n, uid, rank, library="host", timeout=20)
         return str(caught.value)
 
@@ -205,7 +209,9 @@ def test_memory_that_the_machine_does_not_have_is_refused_before_anything_is_kil
         comm.all_reduce(x)
         return float(x.sum())
 
-    available = int(next(line for line in open("/proc/meminfo") if line.startswith("MemAvailable")).split()[1]) << 10
+    available = (
+        int(next(line for line in open("/proc/meminfo") if line.startswith("MemAvailable")).split()[1]) << 10
+    )
     assert available < 60 << 30, "this test needs a machine with less than 60 GiB free"
     assert run_ranks(2, rank, library="host") == [2000.0, 2000.0]
 
@@ -218,9 +224,22 @@ def test_a_tiny_dev_shm_as_in_docker_does_not_matter() -> None:
         "print(run_ranks(4, rank, library='host'))\n"
     )
     mount = "mount -t tmpfs -o size=64k none /dev/shm && exec "
-    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", mount + f"{shlex.quote(sys.executable)} -c {shlex.quote(script)}"]
+    command = [
+        "unshare",
+        "--mount",
+        "--map-root-user",
+        "sh",
+        "-c",
+        mount + f"{shlex.quote(sys.executable)} -c {shlex.quote(script)}",
+    ]
     assert shutil.which("unshare"), "util-linux is everywhere"
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     if "unshare failed" in done.stderr or "mount:" in done.stderr:
         pytest.fail(f"no namespace to be had here: {done.stderr}")
     assert done.stdout.strip() == "[4.0, 4.0, 4.0, 4.0]", done.stderr
@@ -239,7 +258,9 @@ def test_the_same_bits_on_all_ranks_in_every_run_and_in_every_kind_of_memory() -
     count = 200_003
 
     def rank(comm):
-        mine = np.random.default_rng(comm.rank).standard_normal(count).astype(np.float32) * 10.0 ** (comm.rank * 3)
+        mine = np.random.default_rng(comm.rank).standard_normal(count).astype(np.float32) * 10.0 ** (
+            comm.rank * 3
+        )
         results = []
         for _ in range(10):
             results.append(comm.all_reduce(mine, out=np.empty_like(mine)).tobytes())

@@ -114,14 +114,20 @@ class Rank:
     def split(self) -> None:
         child = self.comm.commSplit(self.rank % 2, -self.rank)
         members = sorted((r for r in range(self.n) if r % 2 == self.rank % 2), reverse=True)
-        self.expect(np.array([child.size(), child.rank_id()]), np.array([len(members), members.index(self.rank)]), "split")
+        self.expect(
+            np.array([child.size(), child.rank_id()]),
+            np.array([len(members), members.index(self.rank)]),
+            "split",
+        )
         x = np.array([2.0**self.rank])
         child.allReduce(x.ctypes.data, x.ctypes.data, 1, nccl.NCCL_FLOAT64, nccl.NCCL_SUM, NULL)
         self.expect(x, np.array([sum(2.0**r for r in members)]), "allReduce of a split")
         child.destroy()
 
     def run(self) -> None:
-        self.expect(np.array([self.comm.size(), self.comm.rank_id()]), np.array([self.n, self.rank]), "size and rank")
+        self.expect(
+            np.array([self.comm.size(), self.comm.rank_id()]), np.array([self.n, self.rank]), "size and rank"
+        )
         for code, dtype in DTYPES.items():
             for count in COUNTS:
                 self.moves(code, dtype, count)
@@ -130,7 +136,9 @@ class Rank:
                     self.reductions(code, dtype, op, count)
         self.split()
         self.comm.destroy()
-        os.write(1, f"rank {self.rank} of {self.n}: {self.checks} checks\n".encode())  # one write: lines stay whole
+        os.write(
+            1, f"rank {self.rank} of {self.n}: {self.checks} checks\n".encode()
+        )  # one write: lines stay whole
 
 
 def main() -> int:
