@@ -1,13 +1,16 @@
 """A third party's compiled NCCL client, unchanged: `cupy.cuda.nccl` on NumPy pointers, ranks as processes.
 
-Run with the host library preloaded as libnccl.so.2: `python -m pynccl.host --exec python tests/clients/cupy_nccl.py 3`.
-It knows nothing of pynccl. Each rank prints one line, `rank R of N: K checks`, and exits 0, or shows what was wrong.
+Run with the host library preloaded as libnccl.so.2: `python -m pynccl.host --exec python
+tests/clients/cupy_nccl.py 3`.
+It knows nothing of pynccl. Each rank prints one line, `rank R of N: K checks`, and exits 0, or shows what
+was wrong.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import numpy as np
 from cupy.cuda import nccl
@@ -34,17 +37,19 @@ NULL = 0  # the default stream
 
 
 class Rank:
-    """One rank's checks. Contributions are small integers, so every dtype and order of reduction gives the same bits."""
+    """One rank's checks. Contributions are small integers, so every dtype and order of reduction gives the
+    same bits.
+    """
 
     def __init__(self, n: int, uid: tuple[int, ...], rank: int) -> None:
         self.comm = nccl.NcclCommunicator(n, uid, rank)
         self.n, self.rank, self.checks = n, rank, 0
 
     @staticmethod
-    def contribution(rank: int, count: int, dtype: type) -> np.ndarray:
+    def contribution(rank: int, count: int, dtype: Any) -> np.ndarray:
         return ((np.arange(count) + rank) % 3).astype(dtype)
 
-    def everybody(self, count: int, dtype: type) -> list[np.ndarray]:
+    def everybody(self, count: int, dtype: Any) -> list[np.ndarray]:
         return [self.contribution(rank, count, dtype) for rank in range(self.n)]
 
     def expect(self, got: np.ndarray, want: np.ndarray, what: str) -> None:
@@ -53,7 +58,7 @@ class Rank:
             bad = np.flatnonzero(got != want)[:4]
             raise AssertionError(f"rank {self.rank}: {what}: at {bad} got {got[bad]}, want {want[bad]}")
 
-    def reductions(self, code: int, dtype: type, op: int, count: int) -> None:
+    def reductions(self, code: int, dtype: Any, op: int, count: int) -> None:
         n, rank, comm = self.n, self.rank, self.comm
         mine, want = self.contribution(rank, count, dtype), OPERATIONS[op](self.everybody(count, dtype))
         out = np.full(count, 77, dtype)
@@ -75,7 +80,7 @@ class Rank:
         comm.reduceScatter(whole.ctypes.data, block.ctypes.data, count, code, op, NULL)
         self.expect(block, want, "reduceScatter in place")
 
-    def moves(self, code: int, dtype: type, count: int) -> None:
+    def moves(self, code: int, dtype: Any, count: int) -> None:
         n, rank, comm = self.n, self.rank, self.comm
         mine, want = self.contribution(rank, count, dtype), np.concatenate(self.everybody(count, dtype))
         out = np.full(n * count, 77, dtype)
@@ -95,7 +100,7 @@ class Rank:
             comm.bcast(same.ctypes.data, count, code, root, NULL)
             self.expect(same, want, "bcast")
 
-    def messages(self, code: int, dtype: type, count: int) -> None:
+    def messages(self, code: int, dtype: Any, count: int) -> None:
         n, rank, comm = self.n, self.rank, self.comm
         mine, out = self.contribution(rank, count, dtype), np.full(count, 77, dtype)
         nccl.groupStart()  # a ring: everybody sends first, which only a group makes safe
