@@ -13,20 +13,38 @@ will do.
 from .comm import Comm
 from .engine import PhaseError, ShardedModel
 from .layout import Layout, by_size
+from .optim import SGD, Adam, AdamW, Lion, Optimizer
 from .policy import STRATEGIES, MixedPrecision, Strategy
+from .scaling import DynamicLossScale, StaticLossScale, token_scale, total_tokens
+from .schedules import constant, cosine, linear_warmup, step_decay
 from .start import fully_shard
 from .unit import Shard, Unit
+from .updates import Rule
 
 __all__ = [
+    "SGD",
     "STRATEGIES",
+    "Adam",
+    "AdamW",
     "Comm",
+    "DynamicLossScale",
     "Layout",
+    "Lion",
     "MixedPrecision",
+    "Optimizer",
     "PhaseError",
+    "Rule",
     "Shard",
     "ShardedModel",
+    "StaticLossScale",
     "Strategy",
     "Unit",
     "by_size",
+    "constant",
+    "cosine",
     "fully_shard",
+    "linear_warmup",
+    "step_decay",
+    "token_scale",
+    "total_tokens",
 ]

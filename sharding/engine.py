@@ -81,6 +81,8 @@ class ShardedModel:
         self._last, self._sync = True, True
         self._broken: str | None = None
         self.accumulating = False
+        self.unscaled = False
+        """A loss scale has divided the gradients of this step, or found them not finite."""
         self._stale = True
         self._listeners: list[Callable[..., None]] = []
         self._norm: tuple[float, float] | None = None
@@ -465,7 +467,7 @@ class ShardedModel:
         for shard in self.shards:
             shard.fresh = True
         self.reducer.forget()
-        self._broken, self._norm, self.accumulating = None, None, False
+        self._broken, self._norm, self.accumulating, self.unscaled = None, None, False, False
 
     def check_step(self, call: str) -> None:
         """PhaseError unless complete gradients are there to be used."""
