@@ -1,9 +1,9 @@
-"""From full gradients to this rank's shard: begin (room to write), finish (reduce or accumulate), drain.
+"""From whole gradients to this rank's shard: begin (room to write), finish (reduce or accumulate), drain.
 
-Full gradients lie in a ring of two slots, so that one unit's reduction runs while the next unit computes.
-Where gradients are kept whole between microbatches (strategies that reduce once, `sync=False`) they are added
-up in buffers of their own. All sums are in the reduce dtype; the division by the number of ranks happens
-once, in the reduction.
+Whole gradients lie in a ring of two slots, so that one unit's reduction runs while the next unit computes.
+Where gradients stay whole between microbatches (strategies that reduce once, `sync=False`) they are added up
+in buffers of their own. All sums are in the reduce dtype; the division by the number of ranks happens once,
+in the reduction.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class _Pending:
     unit: Unit
     mark: Any
     slot: Slot | None
+    """What it reads; free once it is done."""
     sums: list[tuple[Shard, Any]]
     """Shards whose gradient the arrived part is to be added to."""
 
@@ -39,156 +40,146 @@ class Reducer:
 
     def __init__(self, model: ShardedModel) -> None:
         self.model = model
-        sizes = [slot_bytes(self._shapes(unit)) for unit in model.units]
-        self._ring = Ring("grad", 2, max(sizes, default=0), model.runtime, model.counters)
-        self._root_ring = Ring(
-            "grad",
-            1,
-            slot_bytes(self._shapes(model.root)) if model.root else 0,
-            model.runtime,
-            Counters(),
-        )
         self._stream = model.runtime.stream()
         self._pending: list[_Pending] = []
-        self._arrays: dict[int, list[Any]] = {}
+        self.resize()
 
-    @staticmethod
-    def _shapes(unit: Unit) -> list[tuple[int, np.dtype]]:
-        """In a slot: the full gradient of each trainable group, then room for the reduced shard of each."""
-        return padded_shapes(unit.trainable, "reduce") + [
-            (s.group.shard, s.dtypes.reduce) for s in unit.trainable
-        ]
+    def resize(self) -> None:
+        """The layout is new: buffers of new sizes. The root unit has one of its own, which is not counted."""
+        model = self.model
+        sizes = [slot_bytes(_shapes(unit)) for unit in model.units]
+        self._ring = Ring("grad", 2, max(sizes, default=0), model.runtime, model.counters)
+        root = slot_bytes(_shapes(model.root)) if model.root is not None else 0
+        self._root_ring = Ring("grad", 1, root, model.runtime, Counters())
+
+    def _ring_of(self, unit: Unit) -> Ring:
+        return self._root_ring if unit.kept else self._ring
 
     # --- one unit -------------------------------------------------------------------------------------------
 
     def begin(self, unit: Unit, zero: bool) -> None:
         """Room for the unit's gradients, zero (or, with zero=False, only its padding)."""
-        ring = self._root_ring if unit.kept else self._ring
-        while not ring.available and self._pending:
-            self._retire(self._pending.pop(0))
-        unit.grad_slot = ring.take()
-        full = self._full(unit)
-        for shard, flat in zip(unit.trainable, full, strict=True):
-            flat[0 if zero else shard.group.numel :] = 0
+        if unit.trainable:
+            ring = self._ring_of(unit)
+            while not ring.available and self._pending:
+                self._retire(self._pending.pop(0))
+            unit.grad_slot = ring.take()
+            for shard, flat in zip(unit.trainable, self._whole(unit), strict=True):
+                flat[0 if zero else shard.group.numel :] = 0
         self.reopen(unit)
 
     def reopen(self, unit: Unit) -> None:
         """Views of the gradients for the user; names that are tied get arrays of their own."""
         views: dict[str, Any] = {}
-        for shard, flat in zip(unit.trainable, self._full(unit), strict=True):
+        for shard, flat in zip(unit.trainable, self._whole(unit), strict=True):
             views.update(views_of(shard.group, flat))
-        tied = {}
-        for name in unit.shown:
-            owner = unit.owner(name)
-            if name not in views and self.model.is_trainable(owner):
-                tied[name] = self._like(owner)
-        unit.grads = views | tied
-        unit.tied_grads = tied
+        unit.tied_grads = {
+            name: self._zeros_like(unit.owner(name))
+            for name in unit.shown
+            if name not in views and self.model.is_trainable(unit.owner(name))
+        }
+        unit.grads = views | unit.tied_grads
 
-    def _like(self, owner: str) -> Any:
+    def _zeros_like(self, owner: str) -> Any:
         entry, shard = self.model.entry_of(owner)
         return self.model.runtime.xp.zeros(entry.shape, shard.dtypes.reduce)
 
-    def _full(self, unit: Unit) -> list[Any]:
-        assert unit.grad_slot is not None
-        return unit.grad_slot.arrays(("grads", unit.name), self._shapes(unit))[: len(unit.trainable)]
+    def _whole(self, unit: Unit) -> list[Any]:
+        """The whole gradients being written, per trainable group."""
+        return self._in_slot(unit)[: len(unit.trainable)]
+
+    def _in_slot(self, unit: Unit) -> list[Any]:
+        if unit.grad_slot is None:
+            return []
+        return unit.grad_slot.arrays(("grads", unit.name), _shapes(unit))
 
     def add_tied(self, unit: Unit) -> None:
         """Add what was written under tied names to their owners' gradients."""
         for name, array in unit.tied_grads.items():
             owner = unit.owner(name)
             home = self.model.home_of(owner)
-            target = next(
-                views_of(shard.group, flat)[owner]
-                for shard, flat in zip(home.trainable, self._full(home), strict=True)
-                if any(entry.name == owner for entry in shard.group.entries)
-            )
-            target += array
+            for shard, flat in zip(home.trainable, self._whole(home), strict=True):
+                views = views_of(shard.group, flat)
+                if owner in views:
+                    views[owner][...] += array
         unit.tied_grads = {}
 
     def finish(self, unit: Unit, sync: bool) -> None:
         """The unit's gradients are written: accumulate them whole, or start their reduction."""
-        model = self.model
-        slot, full = unit.grad_slot, self._full(unit) if unit.trainable else []
-        assert slot is not None
-        room = slot.arrays(("grads", unit.name), self._shapes(unit))[len(full) :]
+        slot, whole = unit.grad_slot, self._whole(unit)
+        parts = self._in_slot(unit)[len(whole) :]
         unit.grad_slot, unit.grads = None, None
-        ring = self._root_ring if unit.kept else self._ring
-        if model.shard_size == 1:
-            self._add_locally(unit, full)
-            if sync and model.replicate_size > 1:
-                self._all_reduce(unit)
-            ring.give(slot)
+        if slot is None:
             return
-        if unit.whole is not None or not sync:
-            self._add_whole(unit, full)
+        if self.model.shard_size == 1:
+            self._add_to_shards(unit, whole)
+            self._ring_of(unit).give(slot)
+            if sync and self.model.replicate_size > 1:
+                self._all_reduce(unit)
+            return
+        if not sync or unit.whole_pending or not self.model.reduces_each:
+            whole = self._accumulated(unit, whole)
             if not sync:
-                ring.give(slot)
+                self._ring_of(unit).give(slot)
                 return
-            full = unit.whole or []
-        self._reduce_scatter(unit, full, room, slot)
-        unit.whole_pending = False
+        self._reduce_scatter(unit, whole, parts, slot)
 
-    def _add_locally(self, unit: Unit, full: list[Any]) -> None:
-        self._check_unreduced(unit)
-        for shard, flat in zip(unit.trainable, full, strict=True):
+    def _add_to_shards(self, unit: Unit, whole: list[Any]) -> None:
+        """Nothing is sharded: the shard is the whole gradient."""
+        for shard, flat in zip(unit.trainable, whole, strict=True):
             if shard.fresh:
                 shard.grad[...] = flat
             else:
                 shard.grad += flat
             shard.fresh = False
-        unit.whole_pending = self.model.replicate_size > 1
 
-    def _add_whole(self, unit: Unit, full: list[Any]) -> None:
-        model = self.model
-        self._check_unreduced(unit)
+    def _accumulated(self, unit: Unit, whole: list[Any]) -> list[Any]:
+        """`whole` added to what waits to be reduced, in memory of its own."""
         if unit.whole is None:
-            unit.whole = [model.runtime.empty(flat.size, flat.dtype) for flat in full]
-        for whole, flat in zip(unit.whole, full, strict=True):
+            unit.whole = [self.model.runtime.empty(flat.size, flat.dtype) for flat in whole]
+        for total, flat in zip(unit.whole, whole, strict=True):
             if unit.whole_pending:
-                whole += flat
+                total += flat
             else:
-                whole[...] = flat
+                total[...] = flat
         unit.whole_pending = True
-
-    @staticmethod
-    def _check_unreduced(unit: Unit) -> None:
-        if unit.reduced:
-            raise RuntimeError(
-                f"{unit.name}: its gradients were reduced already in this step, and more would be reduced "
-                "twice; call zero_grad() after the optimizer's step, and open only the last microbatch with "
-                "last=True"
-            )
+        return unit.whole
 
     def _all_reduce(self, unit: Unit) -> None:
         model = self.model
         model.runtime.follow(self._stream)
         for shard in unit.trainable:
-            if shard.group.numel:
-                model.replicate_comm.all_reduce(shard.grad, op=model.reduce_op, **model._on(self._stream))
-                model.counters.count("all_reduce", shard.grad.nbytes, model.replicate_size)
-        unit.whole_pending, unit.reduced = False, True
-        self._pending.append(_Pending(unit, model.runtime.mark(self._stream), None, []))
+            self._over_replicas(shard.grad)
+        self._pend(unit, None, [], model.mesh.replicas)
 
-    def _reduce_scatter(self, unit: Unit, full: list[Any], room: list[Any], slot: Slot) -> None:
+    def _over_replicas(self, gradient: Any) -> None:
+        model = self.model
+        if model.replicate_size > 1 and gradient.size:
+            model.mesh.replicas.all_reduce(gradient, op=model.reduce_op, **model.runtime.on(self._stream))
+            model.counters.count("all_reduce", gradient.nbytes, model.replicate_size)
+
+    def _reduce_scatter(self, unit: Unit, whole: list[Any], parts: list[Any], slot: Slot) -> None:
+        """Into the shard's gradient if nothing is there yet, else into room of its own, to be added later."""
         model = self.model
         model.runtime.follow(self._stream)
         sums = []
-        for shard, flat, part in zip(unit.trainable, full, room, strict=True):
-            if not shard.group.numel:
-                continue
-            in_place = unit.whole is not None and not model.reduces_each
-            target = shard.grad if shard.fresh or in_place else part
-            model.reduce_comm.reduce_scatter(flat, out=target, op=model.reduce_op, **model._on(self._stream))
-            model.counters.count("reduce_scatter", flat.nbytes, model.shard_size)
-            if model.replicate_size > 1:
-                model.replicate_comm.all_reduce(target, op=model.reduce_op, **model._on(self._stream))
-                model.counters.count("all_reduce", target.nbytes, model.replicate_size)
+        for shard, flat, part in zip(unit.trainable, whole, parts, strict=True):
+            target = shard.grad if shard.fresh else part
+            if flat.size:
+                model.mesh.reduce.reduce_scatter(
+                    flat, out=target, op=model.reduce_op, **model.runtime.on(self._stream)
+                )
+                model.counters.count("reduce_scatter", flat.nbytes, model.shard_size)
+                self._over_replicas(target)
             if target is part:
                 sums.append((shard, part))
             shard.fresh = False
-            unit.reduced = in_place
-        self._pending.append(_Pending(unit, model.runtime.mark(self._stream), slot, sums))
+        unit.whole_pending = False
+        self._pend(unit, slot, sums, model.mesh.reduce, model.mesh.replicas)
+
+    def _pend(self, unit: Unit, slot: Slot | None, sums: list[tuple[Shard, Any]], *comms: Any) -> None:
+        mark = self.model.runtime.mark(self._stream, *comms)
+        self._pending.append(_Pending(unit, mark, slot, sums))
 
     # --- their ends -----------------------------------------------------------------------------------------
 
@@ -200,7 +191,7 @@ class Reducer:
         if pending.slot is not None:
             if self.model.debug:
                 poison(pending.slot.memory)
-            (self._root_ring if pending.unit.kept else self._ring).give(pending.slot)
+            self._ring_of(pending.unit).give(pending.slot)
         self.model.event("reduce", pending.unit.name, start)
 
     def drain(self) -> None:
@@ -209,27 +200,32 @@ class Reducer:
             self._retire(self._pending.pop(0))
 
     def abandon(self) -> None:
-        """Let go of everything after an exception; the streams are idle."""
+        """Let go of everything after a failure; the streams are idle."""
         for pending in self._pending:
             if pending.slot is not None:
-                (self._root_ring if pending.unit.kept else self._ring).give(pending.slot)
+                self._ring_of(pending.unit).give(pending.slot)
         self._pending.clear()
         for unit in self.model.all_units:
             if unit.grad_slot is not None:
-                (self._root_ring if unit.kept else self._ring).give(unit.grad_slot)
+                self._ring_of(unit).give(unit.grad_slot)
             unit.grad_slot, unit.grads, unit.tied_grads = None, None, {}
 
     def forget(self) -> None:
         """Nothing accumulated counts any more."""
         for unit in self.model.all_units:
-            unit.whole_pending = unit.reduced = False
-
-    def pending(self) -> bool:
-        """Whether gradients wait for a reduction that the last microbatch would have made."""
-        return any(unit.whole_pending for unit in self.model.all_units)
+            unit.whole_pending = False
+            for shard in unit.shards:
+                shard.fresh = True
 
     @property
     def bytes_made(self) -> int:
-        """Bytes of full-gradient buffers."""
-        whole = sum(w.nbytes for unit in self.model.all_units for w in unit.whole or [])
+        """Bytes of the buffers for whole gradients that were needed so far."""
+        whole = sum(array.nbytes for unit in self.model.all_units for array in unit.whole or [])
         return self._ring.bytes_made + self._root_ring.bytes_made + whole
+
+
+def _shapes(unit: Unit) -> list[tuple[int, np.dtype[Any]]]:
+    """What a slot holds: the whole gradient of each trainable group, then room for a reduced shard of each."""
+    return padded_shapes(unit.trainable, "reduce") + [
+        (shard.group.shard, shard.dtypes.reduce) for shard in unit.trainable
+    ]
