@@ -24,7 +24,8 @@ class HostRuntime:
         self._comm = comm
         self._mapped = hasattr(comm, "empty")
         self._streams: list[Any] = []
-        self.overlap = overlap and type(comm).__module__.partition(".")[0] == "pynccl"
+        library = getattr(comm, "library", None)  # of a pynccl.Communicator, or of what wraps one
+        self.overlap = overlap and getattr(library, "kind", None) == "host"
 
     def empty(self, elements: int, dtype: np.dtype) -> np.ndarray:
         """1-d memory, which peers can map where the communicator offers that: nothing is copied twice."""
