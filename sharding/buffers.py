@@ -56,11 +56,12 @@ class Counters:
 
 @dataclass
 class Slot:
-    """One full-size buffer, as bytes; `free_after` is the mark that whoever takes it next must wait for."""
+    """One full-size buffer, as bytes, and the arrays that units see in it."""
 
     memory: Any
-    free_after: Any = None
     views: dict[Any, list[Any]] = field(default_factory=dict)
+    weights: dict[str, Any] = field(default_factory=dict)
+    """Of the units that have lain here, by name: unit.Weights."""
 
     def arrays(self, key: Any, shapes: Sequence[tuple[int, np.dtype]]) -> list[Any]:
         """1-d arrays of (elements, dtype), laid out one after another; made once for each `key`."""
@@ -114,9 +115,8 @@ class Ring:
         self._count(+1)
         return slot
 
-    def give(self, slot: Slot, free_after: Any = None) -> None:
-        """Return a slot; it may be overwritten once `free_after` has passed."""
-        slot.free_after = free_after
+    def give(self, slot: Slot) -> None:
+        """Return a slot: what the caller does next may overwrite it."""
         self._free.append(slot)
         self._count(-1)
 

@@ -1,36 +1,31 @@
-"""The engine: which unit is whole when, and which collectives run in which order.
+"""The engine as the training loop sees it: units, microbatches, gradients, and what goes wrong.
 
-A phase machine, RESTING -> FORWARD -> BACKWARD -> RESTING, walks the units in declared order (backwards in
-BACKWARD). Every rank walks all units in every microbatch, whether its data needs them or not: a unit that the
-user skips is gathered and released (and its zero gradient reduced) in passing, so that collectives pair on
-all ranks. That, and streams that keep order, is why no rank can hang another. How gradients are reduced is
-`reduce.py`; how it all starts is `start.py`.
+It holds what the parts share and hands each thing to the part that owns it: the order of a microbatch to
+`walk.py`, whole weights to `gather.py`, gradients to `reduce.py`, norms to `norms.py`, frozen parameters to
+`freeze.py`. How it all starts is `start.py`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from . import norms
-from .buffers import Counters, Ring, poison, slot_bytes
-from .layout import Entry, Layout
-from .policy import MixedPrecision, Strategy
+from . import freeze, norms
+from .buffers import Counters
+from .build import Fill, make_shards
+from .gather import Gatherer
+from .layout import ROOT, Entry, Layout
 from .precision import cast_into
 from .reduce import Reducer
-from .unit import Shard, Unit, Weights, padded_shapes
+from .unit import Shard, Unit
+from .walk import PhaseError, Walk
+
+if TYPE_CHECKING:
+    from .start import Setup
 
 __all__ = ["PhaseError", "ShardedModel"]
-
-RESTING, FORWARD, BACKWARD = "RESTING", "FORWARD", "BACKWARD"
-
-
-class PhaseError(RuntimeError):
-    """A call that does not fit the phase: the message says what came before and what is expected."""
 
 
 class ShardedModel:
@@ -38,64 +33,52 @@ class ShardedModel:
 
     Iterating gives the units in declared order, `reversed(model)` backwards, `model["blocks.3"]` one by name;
     `model.root` is the unit of parameters that no pattern took or that several units share (None if there are
-    none, or if it is the only unit).
+    none, or if it is the only unit). Use it as a context manager, or call `close`, to end its communicators.
+
+    If an exception leaves a microbatch, it ends that microbatch on all ranks: the others' next collective
+    raises an error that names this rank. `zero_grad()`, on all ranks, makes the model usable again.
     """
 
-    comm: Any
-    rank: int
-    size: int
-    layout: Layout
-    strategy: Strategy
-    precision: MixedPrecision | None
-    shard_rank: int
-    shard_size: int
-    """Of the group that the state is divided over."""
-    replicate_rank: int
-    replicate_size: int
-    """Of the group that holds equal shards: hybrid_shard's replicas, or all ranks of no_shard."""
-    gather_comm: Any
-    reduce_comm: Any
-    replicate_comm: Any
-    part_comm: Any
-    reduce_op: str
-    reshard_after_forward: bool
-    prefetch: bool
-    debug: bool
-    runtime: Any
-    _own_comms: list[Any]
-    _trainable: dict[str, bool]
-    _home: dict[str, Unit]
-
-    def __init__(self, setup: Any) -> None:
-        """`setup` is start.Setup: everything decided before the first gather."""
-        self.__dict__.update(setup.engine_fields())
-        self.phase = RESTING
+    def __init__(self, setup: Setup, runtime: Any, fill: Fill, *, prefetch: bool, debug: bool) -> None:
+        self.comm, self.mesh, self.runtime = setup.comm, setup.mesh, runtime
+        self.rank, self.size = setup.comm.rank, setup.comm.size
+        self.layout, self.strategy, self.precision = setup.layout, setup.strategy, setup.precision
+        self.reduce_op, self.reshard_after_forward = setup.reduce_op, bool(setup.reshard)
+        self.prefetch, self.debug = prefetch, debug
+        self.names, self.homes, self.owners = setup.names, setup.homes, setup.owners
+        self.mappings = setup.mappings
         self.counters = Counters()
-        self.units: list[Unit] = []
-        self.root: Unit | None = None
-        self._by_name: dict[str, Unit] = {}
-        self._position = 0
-        self._opened: Unit | None = None
-        self._open_root = 0
-        self._forward_only = False
-        self._last, self._sync = True, True
-        self._broken: str | None = None
-        self.accumulating = False
         self.unscaled = False
         """A loss scale has divided the gradients of this step, or found them not finite."""
-        self._stale = True
+        self.accumulating = False
+        """Gradients have been started and no step has used them."""
+        self._complete = False
+        """The last microbatch of a step is done."""
+        self._broken: str | None = None
+        self._closed = False
         self._listeners: list[Callable[..., None]] = []
+        self.relayout_listeners: list[Callable[..., None]] = []
         self._norm: tuple[float, float] | None = None
-        setup.build_units(self)
-        ring = 2 if self.reshard_after_forward else max(2, len(self.units))
-        weights = [
-            slot_bytes(padded_shapes(u.shards, "gather") + self._cast_shapes(u))
-            for u in self.units
-            if not self.stays(u)
-        ]
-        self._weights = Ring("weight", ring, max(weights, default=0), self.runtime, self.counters)
-        self._gather_stream = self.runtime.stream()
-        self.reducer = Reducer(self)
+        self.walk = Walk(self)
+        self.units: list[Unit] = []
+        self.root: Unit | None = None
+        self._index_names()
+        for layout in self.layout.units:
+            kept = layout.name == ROOT and len(self.layout.units) > 1
+            made = make_shards(self, layout, kept, fill)
+            position = -1 if kept else len(self.units)
+            unit = Unit(self, position, layout, made[0], setup.shown[layout.name], self.owners, *made[1:])
+            if kept:
+                self.root = unit
+            else:
+                self.units.append(unit)
+        self._by_name = {unit.name: unit for unit in self.all_units}
+        self.gatherer, self.reducer = Gatherer(self), Reducer(self)
+        self.updated()
+
+    def _index_names(self) -> None:
+        self._entries = {e.name: (unit, index, e) for unit, index, e in self.layout.parameters()}
+        self._unit_layouts = {unit.name: unit for unit in self.layout.units}
 
     # --- what it is -----------------------------------------------------------------------------------------
 
@@ -126,27 +109,48 @@ class ShardedModel:
         return [shard for unit in self.all_units for shard in unit.shards]
 
     @property
+    def shard_rank(self) -> int:
+        """This rank's place in the group that its state is divided over."""
+        return self.mesh.shard_rank
+
+    @property
+    def shard_size(self) -> int:
+        """How many ranks the state is divided over."""
+        return self.mesh.shard_size
+
+    @property
+    def replicate_rank(self) -> int:
+        """This rank's place among those that hold equal shards."""
+        return self.mesh.replicate_rank
+
+    @property
+    def replicate_size(self) -> int:
+        """How many ranks hold equal shards: hybrid_shard's replicas, or all ranks of no_shard."""
+        return self.mesh.replicate_size
+
+    @property
+    def phase(self) -> str:
+        """RESTING, FORWARD or BACKWARD."""
+        return self.walk.phase
+
+    @property
     def reduces_each(self) -> bool:
-        """Whether each microbatch's gradients are reduced. Where nothing is sharded they can wait, whole,
-        for the last.
-        """
+        """Whether each microbatch's gradients are reduced; where nothing is sharded only the last's are."""
         return self.strategy.reduces_each and self.shard_size > 1
 
     def is_trainable(self, name: str) -> bool:
-        """Whether the parameter of that name has a gradient."""
-        return self._trainable[name]
+        """Whether the parameter of that name (its owner's, if it is tied) has a gradient."""
+        unit, index, _ = self._entries[name]
+        return unit.groups[index].trainable
 
-    def stays(self, unit: Unit) -> bool:
-        """Whether the unit's weights lie outside of the ring: kept whole by the strategy, or the root
-        unit.
-        """
-        return unit.kept or self.strategy.keeps_weights or self.shard_size == 1
+    def home_of(self, owner: str) -> Unit:
+        """The unit in which the parameter's memory lies."""
+        return self._by_name[self._entries[owner][0].name]
 
-    @staticmethod
-    def _cast_shapes(unit: Unit) -> list[tuple[int, np.dtype]]:
-        return [
-            (s.group.padded, s.dtypes.compute) for s in unit.shards if s.dtypes.compute != s.dtypes.gather
-        ]
+    def entry_of(self, owner: str) -> tuple[Entry, Shard]:
+        """A parameter's place, and the shard of its group."""
+        _, index, entry = self._entries[owner]
+        return entry, self.home_of(owner).shards[index]
 
     # --- microbatches ---------------------------------------------------------------------------------------
 
@@ -158,303 +162,66 @@ class ShardedModel:
         microbatch's gradients whole on this rank and adds them to the next reduction (more memory, less
         traffic); the last must sync. Gradients add up over microbatches: scale the loss by 1 / microbatches
         for a mean.
+
+        Raises PhaseError inside another, and after the last one of a step until `zero_grad()`.
         """
-        self.require(RESTING, "microbatch()")
-        self._check_usable("microbatch()")
+        self.require_usable("microbatch()")
+        self._check_resharded("microbatch()")
+        if self._complete:
+            raise PhaseError(
+                "microbatch(): the gradients of the last step are still there; call zero_grad() after the "
+                "optimizer's step, and open all microbatches of a step but the last with last=False"
+            )
         if last and not sync:
             raise ValueError(
                 "microbatch(last=True, sync=False): the last microbatch of a step must reduce; pass sync=True"
             )
-        self._last, self._sync, self._forward_only = last, sync and (last or self.reduces_each), False
-        self.accumulating = True
-        self._norm = None
-        with self._walk():
+        self.accumulating, self._norm = True, None
+        with self.walk.run(forward_only=False, sync=sync and (last or self.reduces_each)):
             yield self
+        self._complete = last
 
     @contextmanager
     def evaluate(self) -> Iterator[ShardedModel]:
-        """A forward pass alone: no gradients, no change of any state."""
-        self.require(RESTING, "evaluate()")
-        self._forward_only = True
-        with self._walk():
+        """A forward pass alone: no gradients, no change of any state. Between microbatches."""
+        self.require_usable("evaluate()")
+        self._check_resharded("evaluate()")
+        with self.walk.run(forward_only=True, sync=False):
             yield self
 
+    def abandon(self, error: BaseException) -> None:
+        """After an exception inside of a collective or a microbatch: end it here and on all other ranks.
+
+        The communicators are aborted, so that the others do not wait for a rank that has left; gradients are
+        void until `zero_grad`.
+        """
+        if self._broken is None:
+            self._broken = f"{type(error).__name__} ended what all ranks do together"
+            self.mesh.abort()
+            self.runtime.abandon()
+            self.reducer.abandon()
+            self.gatherer.abandon()
+        self.walk.abandon()
+
     @contextmanager
-    def _walk(self) -> Iterator[None]:
-        self._enter_forward()
+    def ending_all_ranks(self) -> Iterator[None]:
+        """Around collectives outside of microbatches: what fails here fails on every rank."""
         try:
             yield
-            if self.phase == FORWARD:
-                self._finish_forward()
-            if not self._forward_only:
-                if self.phase == FORWARD:
-                    self._enter_backward()
-                self._finish_backward()
-        except BaseException:
-            self.abandon()
+        except BaseException as error:
+            self.abandon(error)
             raise
-        finally:
-            if self._forward_only and self.phase == FORWARD:
-                self._rest()
-
-    def _enter_forward(self) -> None:
-        self.phase, self._position = FORWARD, 0
-        if self.root is not None:
-            self.gather(self.root)
-        self._prefetch(0)
-
-    def _finish_forward(self) -> None:
-        self._pass_by(len(self.units))
-        if self._forward_only:
-            self._rest()
-
-    def _enter_backward(self) -> None:
-        """Every unit has been through forward; those still whole stay so until their backward."""
-        self._pass_by(len(self.units))
-        self.phase, self._position = BACKWARD, len(self.units) - 1
-        if self.root is not None:
-            self.reducer.begin(self.root, zero=True)
-        self._prefetch(self._position)
-
-    def _finish_backward(self) -> None:
-        self._pass_by(-1)
-        if self.root is not None:
-            self.reducer.finish(self.root, self._sync)
-        self.reducer.drain()
-        self._rest()
-
-    def _rest(self) -> None:
-        for unit in self.all_units:
-            if unit.weights is not None:
-                self.release(unit)
-        self.phase, self._opened = RESTING, None
-
-    def abandon(self) -> None:
-        """After an exception inside a microbatch: release everything; its gradients are void until
-        `zero_grad`.
-        """
-        if self.phase == RESTING:
-            return
-        if not self._forward_only:
-            self._broken = "an exception ended a microbatch"
-        self.runtime.synchronize()
-        self.reducer.abandon()
-        self._rest()
-
-    # --- the contexts of units ------------------------------------------------------------------------------
-
-    def open_forward(self, unit: Unit) -> None:
-        """Make a unit whole for its forward, and start the next one's gather."""
-        if self.phase == RESTING:
-            raise PhaseError(
-                f"{unit.name}.forward() outside of a microbatch; open one: `with model.microbatch():`, or "
-                "`with model.evaluate():` for a forward pass alone"
-            )
-        if self.phase == BACKWARD:
-            raise PhaseError(
-                f"{unit.name}.forward() after backward began in this microbatch; recompute inside its "
-                "backward() instead"
-            )
-        if unit.kept:
-            self.ready(unit)
-            return
-        index = self.units.index(unit)
-        if index < self._position:
-            raise PhaseError(
-                f"{unit.name}.forward(): this microbatch has passed unit {unit.name!r} already and expects "
-                f"{self._expected(self._position)}; open each unit once, in declared order"
-            )
-        self._check_closed(unit, "forward")
-        self._pass_by(index)
-        self.gather(unit)
-        self._position = index + 1
-        self._prefetch(index + 1)
-        self.ready(unit)
-        self._opened = unit
-
-    def close_forward(self, unit: Unit) -> None:
-        """The forward of a unit is over."""
-        if unit.kept or self.phase != FORWARD:
-            return
-        self._opened = None
-        if self.reshard_after_forward or self._forward_only:
-            self.release(unit, keep_part=not self._forward_only)
-
-    def open_backward(self, unit: Unit, zero: bool) -> None:
-        """Make a unit whole for its backward, with room for its gradients, and start the previous one's
-        gather.
-        """
-        if self.phase == RESTING:
-            raise PhaseError(
-                f"{unit.name}.backward() outside of a microbatch; open one: `with model.microbatch():`"
-            )
-        if self._forward_only:
-            raise PhaseError(
-                f"{unit.name}.backward() inside evaluate(), which is a forward pass alone; use microbatch()"
-            )
-        if self.phase == FORWARD:
-            if self._position == 0 and not unit.kept:
-                raise PhaseError(f"{unit.name}.backward() before any forward(); run the forward pass first")
-            self._enter_backward()
-        if unit.kept:
-            self.ready(unit)
-            self.reducer.reopen(unit)
-            return
-        index = self.units.index(unit)
-        if index > self._position:
-            raise PhaseError(
-                f"{unit.name}.backward(): this microbatch has passed it already and expects "
-                f"{self._expected(self._position)}; open each unit once, in reverse order"
-            )
-        self._check_closed(unit, "backward")
-        self._pass_by(index)
-        self.gather(unit)
-        self._position = index - 1
-        self._prefetch(index - 1)
-        self.reducer.begin(unit, zero)
-        self.ready(unit)
-        self._opened = unit
-
-    def close_backward(self, unit: Unit) -> None:
-        """The backward of a unit is over: reduce its gradients, release its weights."""
-        self.reducer.add_tied(unit)
-        if unit.kept:
-            return
-        self._opened = None
-        self.release(unit)
-        self.reducer.finish(unit, self._sync)
-
-    def _pass_by(self, index: int) -> None:
-        """Take part in the collectives of the units between here and `index`, which the user skipped."""
-        step = 1 if self.phase == FORWARD else -1
-        while (index - self._position) * step > 0:
-            unit = self.units[self._position]
-            self.gather(unit)
-            self._position += step
-            self._prefetch(self._position)
-            if self.phase == FORWARD:
-                if self.reshard_after_forward or self._forward_only:
-                    self.release(unit, keep_part=not self._forward_only)
-                continue
-            self.reducer.begin(unit, zero=True)
-            self.release(unit)
-            self.reducer.finish(unit, self._sync)
-
-    def _expected(self, position: int) -> str:
-        return f"unit {self.units[position].name!r}" if 0 <= position < len(self.units) else "no further unit"
-
-    def _check_closed(self, unit: Unit, what: str) -> None:
-        if self._opened is not None:
-            raise PhaseError(
-                f"{unit.name}.{what}() inside the context of unit {self._opened.name!r}; close that one first"
-            )
-
-    # --- gathering ------------------------------------------------------------------------------------------
-
-    def gather(self, unit: Unit) -> None:
-        """Start to make a unit's weights whole; nothing to do if they are, or are about to be."""
-        if unit.weights is not None:
-            return
-        if unit.kept_weights is not None:
-            unit.weights = unit.kept_weights
-            if not unit.weights.ready and unit.weights.mark is None:
-                self._start_gather(unit, unit.weights)
-            return
-        slot = self._weights.take()
-        shapes = padded_shapes(unit.shards, "gather")
-        cast = self._cast_shapes(unit)
-        arrays = slot.arrays(("weights", unit.name), shapes + cast)
-        gathered, extra = arrays[: len(shapes)], iter(arrays[len(shapes) :])
-        computed = [
-            next(extra) if s.dtypes.compute != s.dtypes.gather else full
-            for s, full in zip(unit.shards, gathered, strict=True)
-        ]
-        unit.weights = Weights(gathered, computed, slot=slot)
-        self._start_gather(unit, unit.weights)
-
-    def _start_gather(self, unit: Unit, weights: Weights) -> None:
-        if self.shard_size == 1:
-            return
-        self.runtime.follow(self._gather_stream)
-        part = unit.part if self.phase == BACKWARD else None
-        for index, (shard, full) in enumerate(zip(unit.shards, weights.gathered, strict=True)):
-            if not shard.group.numel:
-                continue
-            if part is not None:
-                comm, source = self.part_comm, part[index]
-            else:
-                comm, source = self.gather_comm, shard.source
-            comm.all_gather(source, out=full[: source.size * comm.size], **self._on(self._gather_stream))
-            self.counters.count("all_gather", full.nbytes, comm.size)
-        weights.mark = self.runtime.mark(self._gather_stream)
-
-    def ready(self, unit: Unit) -> None:
-        """The weights may be computed with from here on."""
-        weights = unit.weights
-        if weights is None or weights.ready:
-            return
-        start = time.perf_counter()
-        self.runtime.wait(weights.mark)
-        for full, computed in zip(weights.gathered, weights.computed, strict=True):
-            if computed is not full:
-                cast_into(computed, full)
-        weights.ready = True
-        self.event("gather", unit.name, start)
-
-    def release(self, unit: Unit, keep_part: bool = False) -> None:
-        """The full weights are not needed any more (weights that stay are only let go of)."""
-        weights, unit.weights = unit.weights, None
-        if weights is None or weights.slot is None:
-            return
-        if keep_part and self.part_comm is not None:
-            self.runtime.wait(weights.mark)
-            unit.keep_part(self.part_comm, weights)
-        if self.debug:
-            self.runtime.wait(weights.mark)
-            poison(weights.slot.memory)
-        self._weights.give(weights.slot)
-
-    def _prefetch(self, index: int) -> None:
-        if self.prefetch and 0 <= index < len(self.units):
-            unit = self.units[index]
-            if unit.weights is None and (unit.kept_weights is not None or self._weights.available):
-                self.gather(unit)
-
-    @staticmethod
-    def _on(stream: Any) -> dict[str, Any]:
-        return {} if stream is None else {"stream": stream}
-
-    def home_of(self, owner: str) -> Unit:
-        """The unit in which the parameter's memory lies."""
-        return self._home[owner]
-
-    def entry_of(self, owner: str) -> tuple[Entry, Shard]:
-        """A parameter's place, and the shard of its group."""
-        for shard in self._home[owner].shards:
-            for entry in shard.group.entries:
-                if entry.name == owner:
-                    return entry, shard
-        raise KeyError(owner)
-
-    def owner_views(self, unit: Unit, owner: str) -> dict[str, Any]:
-        """Full weights that `unit` shows but does not own: the root unit's, or its own by another name."""
-        home = self._home[owner]
-        if home is not unit:
-            self.ready(home)
-        return home.own_weight_views()
 
     # --- between microbatches -------------------------------------------------------------------------------
 
     def updated(self) -> None:
         """`Shard.data` has changed (a step, a load): refresh what is gathered, forget what was whole."""
-        self.require(RESTING, "updated()")
-        for unit in self.all_units:
-            for shard in unit.shards:
-                if shard.source is not shard.data:
-                    cast_into(shard.source, shard.data)
-            if unit.kept_weights is not None:
-                unit.kept_weights.mark = None
-                unit.kept_weights.ready = False
+        self.require_resting("updated()")
+        self._check_resharded("updated()")
+        for shard in self.shards:
+            if shard.source is not shard.data:
+                cast_into(shard.source, shard.data)
+        self.gatherer.changed()
 
     def stepped(self) -> None:
         """An optimizer has used the gradients."""
@@ -462,22 +229,28 @@ class ShardedModel:
         self.updated()
 
     def zero_grad(self) -> None:
-        """Forget the gradients: the next microbatch starts a new sum."""
-        self.require(RESTING, "zero_grad()")
-        for shard in self.shards:
-            shard.fresh = True
+        """Forget the gradients: the next microbatch starts a new sum.
+
+        After an exception left a microbatch, this is collective, and waits until every rank has come here.
+        """
+        self.require_resting("zero_grad()")
+        if self._broken is not None:
+            self.mesh.connect()
         self.reducer.forget()
-        self._broken, self._norm, self.accumulating, self.unscaled = None, None, False, False
+        self._broken, self._norm = None, None
+        self.accumulating = self._complete = self.unscaled = False
 
     def check_step(self, call: str) -> None:
         """PhaseError unless complete gradients are there to be used."""
-        self.require(RESTING, call)
-        self._check_usable(call)
-        if self.reducer.pending():
-            raise PhaseError(
-                f"{call}: gradients of this step are not reduced yet; the last microbatch must be opened "
-                "with last=True"
+        self.require_usable(call)
+        self._check_resharded(call)
+        if not self._complete:
+            what = (
+                "the gradients of this step are not complete; open the last microbatch with last=True"
+                if self.accumulating
+                else "there are no gradients; run a microbatch first"
             )
+            raise PhaseError(f"{call}: {what}")
 
     def grad_norm(self, p: float = 2.0) -> float:
         """The p-norm of all gradients, over all ranks and parameters.
@@ -501,25 +274,55 @@ class ShardedModel:
         self.check_step("clip_grad_value()")
         norms.clip_grad_value(self, value)
 
-    def require(self, phase: str, call: str) -> None:
-        """PhaseError unless the engine is in that phase."""
-        if self.phase != phase:
-            where = (
-                f"inside {self.phase.lower()} of a microbatch"
-                if self.phase != RESTING
-                else "outside of a microbatch"
-            )
-            raise PhaseError(
-                f"{call} {where}; it belongs "
-                f"{'outside of microbatches' if phase == RESTING else 'in ' + phase}"
-            )
+    # --- frozen parameters ----------------------------------------------------------------------------------
 
-    def _check_usable(self, call: str) -> None:
+    def freeze(self, *patterns: str) -> list[str]:
+        """Give the parameters that the patterns take no gradient from now on; returns those that changed.
+
+        Patterns are those of `fully_shard(frozen=...)`. Collective, between steps. Values stay; gradients are
+        forgotten; optimizers made by `sharding.optim` drop the state of frozen parameters and start that of
+        unfrozen ones. Raises PhaseError during an accumulation, ValueError for a pattern that takes nothing.
+        """
+        return freeze.set_trainable(self, patterns, False)
+
+    def unfreeze(self, *patterns: str) -> list[str]:
+        """Give the parameters that the patterns take gradients from now on: see `freeze`."""
+        return freeze.set_trainable(self, patterns, True)
+
+    def on_relayout(self, callback: Callable[[Any], None]) -> None:
+        """`callback(relayout)` after freeze and unfreeze; `relayout.move` moves arrays like `Shard.data`."""
+        self.relayout_listeners.append(callback)
+
+    def take_layout(self, layout: Layout, made: Mapping[str, tuple[Any, ...]]) -> None:
+        """Another layout of the same units; `made` (from build.make_shards) has the units that changed."""
+        self.layout = layout
+        self._index_names()
+        for unit in self.all_units:
+            memory = made.get(unit.name, (unit.shards, unit.kept_weights, unit.whole))
+            unit.install(self._unit_layouts[unit.name], *memory)
+        self.gatherer.resize()
+        self.reducer.resize()
+        self.zero_grad()
+        self.updated()
+
+    # --- phases ---------------------------------------------------------------------------------------------
+
+    def require_resting(self, call: str) -> None:
+        """PhaseError inside a microbatch."""
+        self.walk.require_resting(call)
+        if self._closed:
+            raise PhaseError(f"{call}: the engine was closed; make a new one with fully_shard")
+
+    def require_usable(self, call: str) -> None:
+        """PhaseError inside a microbatch, and after an exception until `zero_grad`."""
+        self.require_resting(call)
         if self._broken:
-            raise PhaseError(
-                f"{call}: {self._broken}, so the gradients of this step are incomplete; call zero_grad() "
-                "first"
-            )
+            raise PhaseError(f"{call}: {self._broken}; call zero_grad() on every rank, and redo the step")
+
+    def _check_resharded(self, call: str) -> None:
+        for unit in self.all_units:
+            if unit.weights is not None:
+                raise PhaseError(f"{call}: unit {unit.name!r} is unsharded; call its reshard() first")
 
     # --- observation ----------------------------------------------------------------------------------------
 
@@ -538,15 +341,21 @@ class ShardedModel:
                 listener(name, unit, start, stop, detail)
 
     def close(self) -> None:
-        """Wait for what is in flight and end the engine's streams and communicators."""
-        self.runtime.synchronize()
-        self.runtime.close()
-        for comm in self._own_comms:
-            comm.destroy()
-        self._own_comms.clear()
+        """Wait for what is in flight and end the engine's streams and communicators. Twice is fine."""
+        if self._closed:
+            return
+        self.walk.require_resting("close()")
+        self._closed = True
+        try:
+            self.runtime.close()
+        finally:
+            self.mesh.destroy()
 
     def __enter__(self) -> ShardedModel:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, *exc: object) -> None:
+        if kind is not None:
+            # The other ranks may never come to the end that close waits for.
+            self.mesh.abort()
         self.close()

@@ -28,7 +28,9 @@ __all__ = [
     "Spec",
     "UnitLayout",
     "assign",
+    "between",
     "by_size",
+    "matcher",
     "numpy_dtype",
     "pieces",
     "plan",
@@ -151,7 +153,11 @@ class Piece:
 
 def pieces(group: FlatGroup, rank: int) -> list[Piece]:
     """The parameters (or parts of them) in rank's shard, in order; empty ones are left out."""
-    start, stop = rank * group.shard, (rank + 1) * group.shard
+    return between(group, rank * group.shard, (rank + 1) * group.shard)
+
+
+def between(group: FlatGroup, start: int, stop: int) -> list[Piece]:
+    """The same for elements [start, stop) of the flat buffer."""
     found = []
     for entry in group.entries:
         first, last = max(entry.offset, start), min(entry.offset + entry.size, stop)
@@ -217,6 +223,11 @@ def assign(names: Sequence[str], units: Units) -> tuple[dict[str, str], list[str
     order: list[str] = []
 
     def take(name: str, unit: str, by: str) -> None:
+        if not isinstance(unit, str) or unit == ROOT:
+            raise ValueError(
+                f"units: {by} names the unit of {name} {unit!r}; use a string other than {ROOT!r}, which is "
+                "the unit of the parameters that no pattern takes"
+            )
         if name in taken and taken[name] != unit:
             raise ValueError(
                 f"units: {name} is taken by {by} (unit {unit!r}) and was already in unit {taken[name]!r}; "
@@ -258,6 +269,22 @@ def _matches(name: str, pattern: str) -> str | None:
     if all(fnmatch.fnmatchcase(part, want) for part, want in zip(parts, wanted, strict=False)):
         return ".".join(parts[: len(wanted)])
     return None
+
+
+def matcher(names: Sequence[str], patterns: Sequence[str], what: str) -> Callable[[str], bool]:
+    """Whether a pattern takes a name: a glob over all of it ("*.bias") or what it lies under ("blocks.0").
+
+    ValueError for a pattern that takes none of `names`; `what` says whose patterns they are.
+    """
+    taken = set()
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{what}: the pattern {pattern!r} is no string")
+        matched = [n for n in names if fnmatch.fnmatchcase(n, pattern) or _matches(n, pattern) is not None]
+        if not matched:
+            raise ValueError(f"{what}: the pattern {pattern!r} takes no parameter; there are {_some(names)}")
+        taken.update(matched)
+    return taken.__contains__
 
 
 def _some(names: Sequence[str], most: int = 8) -> str:

@@ -54,7 +54,8 @@ def grad_norm(model: ShardedModel, p: float) -> float:
             if math.isinf(p):
                 # A maximum ignores NaN on the wire: send it as the infinity that it must not hide behind.
                 local = xp.where(xp.isnan(local), xp.inf, local)
-            model.reduce_comm.all_reduce(local, op="max" if math.isinf(p) else "sum")
+            with model.ending_all_ranks():
+                model.mesh.reduce.all_reduce(local, op="max" if math.isinf(p) else "sum")
             model.counters.count("all_reduce", 8, model.shard_size)
         total = float(local[0])
         norm = total if math.isinf(p) else total ** (1 / p)

@@ -12,8 +12,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from .buffers import Counters, Ring, Slot, poison, slot_bytes
 from .unit import Shard, Unit, padded_shapes, views_of
 
@@ -45,11 +43,11 @@ class Reducer:
         self.resize()
 
     def resize(self) -> None:
-        """The layout is new: buffers of new sizes. The root unit has one of its own, which is not counted."""
+        """Buffers for a new layout. The root unit has one of its own, which is not counted."""
         model = self.model
-        sizes = [slot_bytes(_shapes(unit)) for unit in model.units]
+        sizes = [slot_bytes(padded_shapes(unit.trainable, "reduce")) for unit in model.units]
         self._ring = Ring("grad", 2, max(sizes, default=0), model.runtime, model.counters)
-        root = slot_bytes(_shapes(model.root)) if model.root is not None else 0
+        root = slot_bytes(padded_shapes(model.root.trainable, "reduce")) if model.root is not None else 0
         self._root_ring = Ring("grad", 1, root, model.runtime, Counters())
 
     def _ring_of(self, unit: Unit) -> Ring:
@@ -86,12 +84,9 @@ class Reducer:
 
     def _whole(self, unit: Unit) -> list[Any]:
         """The whole gradients being written, per trainable group."""
-        return self._in_slot(unit)[: len(unit.trainable)]
-
-    def _in_slot(self, unit: Unit) -> list[Any]:
         if unit.grad_slot is None:
             return []
-        return unit.grad_slot.arrays(("grads", unit.name), _shapes(unit))
+        return unit.grad_slot.arrays(("grads", unit.name), padded_shapes(unit.trainable, "reduce"))
 
     def add_tied(self, unit: Unit) -> None:
         """Add what was written under tied names to their owners' gradients."""
@@ -107,22 +102,21 @@ class Reducer:
     def finish(self, unit: Unit, sync: bool) -> None:
         """The unit's gradients are written: accumulate them whole, or start their reduction."""
         slot, whole = unit.grad_slot, self._whole(unit)
-        parts = self._in_slot(unit)[len(whole) :]
         unit.grad_slot, unit.grads = None, None
         if slot is None:
             return
         if self.model.shard_size == 1:
             self._add_to_shards(unit, whole)
-            self._ring_of(unit).give(slot)
+            self._give(unit, slot)
             if sync and self.model.replicate_size > 1:
                 self._all_reduce(unit)
             return
         if not sync or unit.whole_pending or not self.model.reduces_each:
             whole = self._accumulated(unit, whole)
             if not sync:
-                self._ring_of(unit).give(slot)
+                self._give(unit, slot)
                 return
-        self._reduce_scatter(unit, whole, parts, slot)
+        self._reduce_scatter(unit, whole, slot)
 
     def _add_to_shards(self, unit: Unit, whole: list[Any]) -> None:
         """Nothing is sharded: the shard is the whole gradient."""
@@ -158,12 +152,14 @@ class Reducer:
             model.mesh.replicas.all_reduce(gradient, op=model.reduce_op, **model.runtime.on(self._stream))
             model.counters.count("all_reduce", gradient.nbytes, model.replicate_size)
 
-    def _reduce_scatter(self, unit: Unit, whole: list[Any], parts: list[Any], slot: Slot) -> None:
-        """Into the shard's gradient if nothing is there yet, else into room of its own, to be added later."""
+    def _reduce_scatter(self, unit: Unit, whole: list[Any], slot: Slot) -> None:
+        """Into the shard's gradient if nothing is there yet, else in place, to be added on arrival."""
         model = self.model
         model.runtime.follow(self._stream)
         sums = []
-        for shard, flat, part in zip(unit.trainable, whole, parts, strict=True):
+        for shard, flat in zip(unit.trainable, whole, strict=True):
+            first = model.shard_rank * shard.group.shard
+            part = flat[first : first + shard.group.shard]
             target = shard.grad if shard.fresh else part
             if flat.size:
                 model.mesh.reduce.reduce_scatter(
@@ -189,10 +185,13 @@ class Reducer:
         for shard, part in pending.sums:
             shard.grad += part
         if pending.slot is not None:
-            if self.model.debug:
-                poison(pending.slot.memory)
-            self._ring_of(pending.unit).give(pending.slot)
+            self._give(pending.unit, pending.slot)
         self.model.event("reduce", pending.unit.name, start)
+
+    def _give(self, unit: Unit, slot: Slot) -> None:
+        if self.model.debug:
+            poison(slot.memory)
+        self._ring_of(unit).give(slot)
 
     def drain(self) -> None:
         """Wait for all reductions."""
@@ -222,10 +221,3 @@ class Reducer:
         """Bytes of the buffers for whole gradients that were needed so far."""
         whole = sum(array.nbytes for unit in self.model.all_units for array in unit.whole or [])
         return self._ring.bytes_made + self._root_ring.bytes_made + whole
-
-
-def _shapes(unit: Unit) -> list[tuple[int, np.dtype[Any]]]:
-    """What a slot holds: the whole gradient of each trainable group, then room for a reduced shard of each."""
-    return padded_shapes(unit.trainable, "reduce") + [
-        (shard.group.shard, shard.dtypes.reduce) for shard in unit.trainable
-    ]

@@ -8,6 +8,8 @@ waits.
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,32 +45,56 @@ class HostRuntime:
         self._streams.append(stream)
         return stream
 
+    @staticmethod
+    def on(stream: Any) -> dict[str, Any]:
+        """The arguments that put a collective on a stream."""
+        return {} if stream is None else {"stream": stream}
+
     def follow(self, stream: Any) -> None:
         """Work queued on `stream` from now on comes after what is computed so far: here it always does."""
 
-    def mark(self, stream: Any) -> Any:
-        """The point that `stream` has reached when all it holds now is done. None: reached."""
-        return None if stream is None else stream.record()
+    def mark(self, stream: Any, *comms: Any) -> Any:
+        """The point that `stream` has reached when all it holds now is done. None: it has.
+
+        `comms` are those whose calls it marks.
+        """
+        return None if stream is None else _HostMark(stream, stream.record(), comms)
 
     def wait(self, mark: Any) -> None:
-        """Go on computing only after the mark."""
+        """Go on computing only after the mark; raises what the marked calls failed with."""
         if mark is not None:
-            mark.synchronize()
+            mark.wait()
 
-    def run(self, stream: Any, work: Any) -> Any:
-        """Call `work()` after what the caller waited for; here at once."""
-        return work()
-
-    def synchronize(self) -> None:
-        """Wait for all streams, and raise what went wrong on them."""
+    def settle(self) -> None:
+        """Wait for all streams, and raise what went wrong on them: shards may be changed after this."""
         for stream in self._streams:
             stream.synchronize()
 
+    def abandon(self) -> None:
+        """Wait for all streams after the communicators were aborted: their errors are known to come of it."""
+        for stream in self._streams:
+            with contextlib.suppress(Exception):
+                stream.synchronize()
+
     def close(self) -> None:
         """End the streams."""
-        for stream in self._streams:
-            stream.close()
-        self._streams.clear()
+        while self._streams:
+            self._streams.pop().close()
+
+
+@dataclass(frozen=True)
+class _HostMark:
+    stream: Any
+    event: Any
+    comms: tuple[Any, ...]
+
+    def wait(self) -> None:
+        """An event only says that the calls are over; their communicators know whether they failed."""
+        self.event.synchronize()
+        for comm in self.comms:
+            if comm is not None and (code := comm.async_error()):
+                self.stream.synchronize()  # raises the error with its text
+                raise RuntimeError(f"a collective failed: {code!r}")
 
 
 class CudaRuntime:
@@ -99,28 +125,34 @@ class CudaRuntime:
         if stream.ptr != current.ptr:
             stream.wait_event(current.record(self.xp.cuda.Event(disable_timing=True)))
 
-    def mark(self, stream: Any) -> Any:
+    def mark(self, stream: Any, *comms: Any) -> Any:
         """The point that `stream` has reached when all it holds now is done."""
         return stream.record(self.xp.cuda.Event(disable_timing=True))
+
+    @staticmethod
+    def on(stream: Any) -> dict[str, Any]:
+        """The arguments that put a collective on a stream."""
+        return {"stream": stream}
 
     def wait(self, mark: Any) -> None:
         """What is computed from now on comes after the mark."""
         if mark is not None:
             self.xp.cuda.get_current_stream().wait_event(mark)
 
-    def run(self, stream: Any, work: Any) -> Any:
-        """Queue `work()` on `stream`."""
-        with stream:
-            return work()
+    def settle(self) -> None:
+        """What is computed from now on comes after all streams."""
+        for stream in self._streams:
+            self.wait(self.mark(stream))
 
-    def synchronize(self) -> None:
-        """Wait for all streams."""
+    def abandon(self) -> None:
+        """Wait, on the CPU, for all streams: the communicators were aborted."""
         for stream in self._streams:
             stream.synchronize()
         self.xp.cuda.get_current_stream().synchronize()
 
     def close(self) -> None:
-        """Nothing to end: CuPy frees its streams."""
+        """Wait for the streams; CuPy frees them."""
+        self.abandon()
         self._streams.clear()
 
 

@@ -1,28 +1,29 @@
 """`fully_shard`: from the user's arrays to a ShardedModel. Checks all on all ranks before any changes.
 
-Order matters here: names and dtypes are looked at, every rank hears of any rank's error, the layouts are
-compared, and only then is memory made and filled: from rank 0's arrays (broadcast), each rank's own (checked
-to be equal), or an initialiser.
+Order matters here: what the user gave is read, every rank hears of any rank's error, the models and settings
+are compared, and only then are communicators and memory made, and the memory filled.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from .agreement import agree
+from .build import Fill, from_arrays, from_broadcast, from_init
+from .comm import Comm
 from .engine import ShardedModel
-from .layout import ROOT, FlatGroup, Layout, Spec, Units, assign, by_size, numpy_dtype, plan
-from .policy import MixedPrecision, Strategy, dtypes_of, strategy_named
-from .precision import cast_into
+from .inputs import compare_lines, compare_values, frozen_owners, read_leaves, tied_names
+from .layout import ROOT, Layout, Spec, Units, assign, by_size, matcher, plan
+from .mesh import Mesh, mesh_shape
+from .policy import MixedPrecision, Strategy, is_floating, strategy_named
 from .runtime import runtime_for
-from .tree import flatten
-from .unit import Shard, Unit, Weights, views_of
+from .tree import mapping_paths
 
-__all__ = ["fully_shard"]
+__all__ = ["Setup", "fully_shard"]
 
 
 def fully_shard(
@@ -48,7 +49,9 @@ def fully_shard(
         A nested dict/list/tuple of NumPy or CuPy arrays (or a flat dict of dotted names). The same array
         under two names is a tied parameter. The arrays are read, not kept: drop them to free the memory.
     units
-        What is gathered together: see `layout.assign`, or `by_size(32 << 20)`. None: one unit.
+        What is gathered together: see `layout.assign`, or `by_size(32 << 20)`. None: one unit. What no
+        pattern takes, and parameters that several units share, form the root unit: it is whole from the first
+        microbatch on.
     strategy, mesh, precision, reshard_after_forward
         See `policy`. `mesh=(replicate, shard)` is for hybrid_shard. `reshard_after_forward` True: release
         weights after forward and gather again for backward; False: keep them in between; k: keep 1/k, and
@@ -56,70 +59,117 @@ def fully_shard(
     prefetch
         Gather the next unit while this one computes, on a stream of its own.
     frozen
-        Glob patterns (as for units), or a function, of parameters that get no gradient.
+        Glob patterns over whole names ("*.bias") or what they lie under ("blocks.0"), or a function of names:
+        parameters that get no gradient. Integers and booleans get none anyway. See `ShardedModel.freeze`.
     reduce_op
         "avg" (the mean over ranks, for a loss that is a mean over the rank's batch) or "sum".
     broadcast_from
         The rank whose arrays everybody starts from. None: all ranks bring equal arrays, which is checked.
     init, shapes
-        Instead of params: `init(name, shape, dtype)` makes one parameter at a time, `shapes` is a tree of
-        `(shape, dtype)` pairs or of things with .shape and .dtype. The whole model never exists on a rank.
+        Instead of params: `init(name, shape, dtype)` makes one parameter at a time, the same on every rank
+        (which is checked); `shapes` is a tree of `(shape, dtype)` pairs or of things with .shape and .dtype.
+        The whole model never exists on a rank.
     debug
         Fill released buffers with NaN, so that an array kept beyond its context is found out.
 
     Raises ValueError or TypeError on every rank, naming the parameter and the remedy, with nothing changed.
     """
-    setup = Setup()
-    error = None
+    if not isinstance(comm, Comm):
+        missing = [name for name in _PROTOCOL if not hasattr(comm, name)]
+        raise TypeError(
+            f"fully_shard: comm={comm!r} lacks {', '.join(missing)}; pass pynccl.init(), or any communicator "
+            "with the protocol of sharding.Comm"
+        )
+    setup, error = None, None
     try:
-        if comm is None:
-            raise TypeError(
-                "fully_shard: comm is missing; pass pynccl.init(), or any communicator with the protocol of "
-                "sharding.Comm"
-            )
-        setup.read(
+        setup = Setup.read(
             params,
             comm,
-            units,
-            strategy,
-            mesh,
-            precision,
-            reshard_after_forward,
-            frozen,
-            reduce_op,
-            init,
-            shapes,
+            units=units,
+            strategy=strategy,
+            mesh=mesh,
+            precision=precision,
+            reshard=reshard_after_forward,
+            frozen=frozen,
+            reduce_op=reduce_op,
+            init=init,
+            shapes=shapes,
+            broadcast_from=broadcast_from,
         )
-    except (TypeError, ValueError) as caught:
-        if comm is None:
-            raise
+    except Exception as caught:  # whatever the user's functions raise: every rank must hear of it
         error = caught
-    _agree(comm, error)
-    setup.prefetch, setup.debug, setup.broadcast_from = prefetch, debug, broadcast_from
-    _compare_layouts(comm, setup.layout)
-    setup.connect()
+    agree(comm, error)
+    assert setup is not None
+    compare_lines(comm, setup.lines(), "fully_shard")
     if init is None and broadcast_from is None:
-        _compare_values(comm, setup.arrays)
-    model = ShardedModel(setup)
-    model.updated()
+        compare_values(comm, setup.arrays)
+    setup.mesh.connect()
+    runtime = runtime_for(comm, setup.sample, prefetch)
+    checksums: dict[str, int] = {}
+    fill: Fill
+    if init is not None:
+        fill = from_init(init, runtime.xp, checksums)
+    elif broadcast_from is None or comm.size == 1:
+        fill = from_arrays(setup.arrays)
+    else:
+        fill = from_broadcast(comm, broadcast_from, setup.arrays, runtime.empty)
+    try:
+        model = ShardedModel(setup, runtime, fill, prefetch=prefetch, debug=debug)
+    except Exception as caught:
+        error = caught
+    try:
+        if init is not None:
+            agree(comm, error)
+            compare_lines(
+                comm, [f"{name} with checksum {crc:08x}" for name, crc in checksums.items()], "init"
+            )
+        elif error is not None:
+            raise error
+    except BaseException:
+        runtime.close()
+        setup.mesh.abort()
+        raise
     return model
+
+
+_PROTOCOL = [
+    *("rank", "size", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_gather_object"),
+    *("split", "destroy", "abort"),
+]
 
 
 @dataclass
 class Setup:
-    """Everything that is decided before the engine runs."""
+    """Everything that is decided before there is an engine. The engine keeps none of `arrays`."""
 
-    comm: Any = None
-    arrays: dict[str, Any] = field(default_factory=dict)
-    layout: Layout = field(default_factory=lambda: Layout(()))
-    prefetch: bool = True
-    debug: bool = False
-    broadcast_from: int | None = 0
+    comm: Any
+    mesh: Mesh
+    strategy: Strategy
+    precision: MixedPrecision | None
+    reshard: bool | int
+    reduce_op: str
+    broadcast_from: int | None
+    arrays: dict[str, Any]
+    sample: Any
+    """One leaf: its type says where arrays live."""
+    layout: Layout
+    names: tuple[str, ...]
+    """All names, tied ones included, in the user's order."""
+    homes: dict[str, str]
+    """name -> the unit that its memory lies in."""
+    owners: dict[str, str]
+    """Tied names: alias -> owner."""
+    shown: dict[str, tuple[str, ...]]
+    """unit -> the names that its user sees."""
+    mappings: frozenset[str]
+    """Paths of the user's dicts, which stay dicts even if their keys look like indices."""
 
+    @classmethod
     def read(
-        self,
+        cls,
         params: Any,
         comm: Any,
+        *,
         units: Any,
         strategy: Any,
         mesh: Any,
@@ -129,331 +179,91 @@ class Setup:
         reduce_op: str,
         init: Any,
         shapes: Any,
-    ) -> None:
-        """Look at what the user gave; no communication."""
-        self.comm, self.precision, self.init = comm, precision, init
-        self.strategy = strategy_named(strategy)
+        broadcast_from: Any,
+    ) -> Setup:
+        """Look at what the user gave; no communication. TypeError or ValueError."""
+        strategy = strategy_named(strategy)
+        if precision is not None and not isinstance(precision, MixedPrecision):
+            raise TypeError(f"fully_shard: precision={precision!r}; pass a sharding.MixedPrecision or None")
         if reduce_op not in ("avg", "sum"):
             raise ValueError(f"fully_shard: reduce_op={reduce_op!r}; use 'avg' or 'sum'")
-        self.reduce_op = reduce_op
-        self.replicate_size, self.shard_size = _mesh(self.strategy, mesh, comm.size)
-        self.reshard = reshard
-        if not isinstance(reshard, bool) and not (
-            isinstance(reshard, int) and 1 < reshard <= self.shard_size and self.shard_size % reshard == 0
+        if broadcast_from is not None and not (
+            type(broadcast_from) is int and 0 <= broadcast_from < comm.size
         ):
             raise ValueError(
-                f"fully_shard: reshard_after_forward={reshard!r}; use True, False, or a number of ranks that "
-                f"divides {self.shard_size}"
+                f"fully_shard: broadcast_from={broadcast_from!r}; use a rank below {comm.size}, or None"
             )
-        leaves = _leaves(params, init, shapes)
-        owners = _owners(leaves) if init is None else {}
-        specs = {name: Spec(name, tuple(leaf.shape), leaf.dtype.name, True) for name, leaf in leaves.items()}
-        shown = list(specs)
-        chosen = (
-            units.units([specs[n] for n in shown if n not in owners]) if isinstance(units, by_size) else units
-        )
-        unit_of, order = assign(
-            [n for n in shown if n not in owners or not isinstance(units, by_size)], chosen
-        )
-        for alias, owner in owners.items():
-            unit_of.setdefault(alias, unit_of[owner])
-        self.shown = {unit: tuple(n for n in shown if unit_of[n] == unit) for unit in order}
-        homes = dict(unit_of)
-        shared = {owner for alias, owner in owners.items() if unit_of[alias] != unit_of[owner]}
-        for owner in shared:
-            homes[owner] = ROOT
-        if shared and ROOT not in order:
-            order = [*order, ROOT]
-            self.shown[ROOT] = ()
-        if shared:
-            self.shown[ROOT] = tuple(n for n in shown if homes[n] == ROOT and n not in owners)
-        is_frozen = frozen if callable(frozen) else _matcher(list(specs), list(frozen))
-        final = [
-            Spec(s.name, s.shape, s.dtype, not is_frozen(s.name))
-            for s in specs.values()
-            if s.name not in owners
-        ]
-        if ROOT in order and len(order) > 1:
-            order = [ROOT] + [unit for unit in order if unit != ROOT]
-        self.layout = plan(final, homes, order, self.shard_size, owners)
-        self.kept = ROOT if ROOT in order and len(order) > 1 else None
-        self.owners = owners
-        self.homes = homes
-        self.trainable = {s.name: s.trainable for s in final}
-        self.arrays = (
-            {} if init is not None else {name: leaf for name, leaf in leaves.items() if name not in owners}
-        )
-        self.sample = next(iter(leaves.values()))
-
-    def connect(self) -> None:
-        """The communicators of the mesh: gathers and reductions do not share."""
-        comm, own = self.comm, []
-        # Two each: a communicator runs its calls in order.
-        shard = self.shard_size
-        self.shard_rank, self.replicate_rank = comm.rank % shard, comm.rank // shard
-
-        def group(color: int) -> Any:
-            made = comm.split(color, comm.rank)
-            own.append(made)
-            return made
-
-        self.gather_comm = group(self.replicate_rank) if shard > 1 else None
-        self.reduce_comm = group(self.replicate_rank) if shard > 1 else None
-        self.replicate_comm = group(self.shard_rank) if self.replicate_size > 1 else None
-        partial = not isinstance(self.reshard, bool)
-        self.part_comm = group(comm.rank // self.reshard) if partial and shard > 1 else None
-        self.own_comms = own
-        self.runtime = runtime_for(comm, self.sample, self.prefetch)
-
-    def engine_fields(self) -> dict[str, Any]:
-        """What ShardedModel starts with."""
-        return {
-            "comm": self.comm,
-            "rank": self.comm.rank,
-            "size": self.comm.size,
-            "layout": self.layout,
-            "strategy": self.strategy,
-            "precision": self.precision,
-            "shard_rank": self.shard_rank,
-            "shard_size": self.shard_size,
-            "replicate_rank": self.replicate_rank,
-            "replicate_size": self.replicate_size,
-            "gather_comm": self.gather_comm,
-            "reduce_comm": self.reduce_comm,
-            "replicate_comm": self.replicate_comm,
-            "part_comm": self.part_comm,
-            "_own_comms": self.own_comms,
-            "runtime": self.runtime,
-            "reduce_op": self.reduce_op,
-            "reshard_after_forward": bool(self.reshard),
-            "prefetch": self.prefetch,
-            "debug": self.debug,
-            "_trainable": self.trainable,
-        }
-
-    def build_units(self, model: ShardedModel) -> None:
-        """Make every unit's memory and fill it, one unit after another: at most one is whole at a time."""
-        home = {}
-        for unit_layout in self.layout.units:
-            kept = unit_layout.name == self.kept
-            shards, whole, keep = [], [], []
-            for index, group in enumerate(unit_layout.groups):
-                shard, full, gradient = self._make_shard(model, unit_layout.name, index, group, kept)
-                shards.append(shard)
-                keep.append(full)
-                if gradient is not None:
-                    whole.append(gradient)
-            unit = Unit(model, unit_layout, shards, self.shown[unit_layout.name], self.owners, kept)
-            if whole:
-                unit.whole = whole
-            if model.stays(unit):
-                computed = [
-                    full
-                    if s.dtypes.compute == s.dtypes.gather
-                    else model.runtime.empty(s.group.padded, s.dtypes.compute)
-                    for s, full in zip(shards, keep, strict=True)
-                ]
-                unit.kept_weights = Weights(keep, computed)
-            for name in unit_layout.names:
-                home[name] = unit
-            if kept:
-                model.root = unit
-            else:
-                model.units.append(unit)
-            model._by_name[unit.name] = unit
-        model._home = home
-
-    def _make_shard(
-        self, model: ShardedModel, unit: str, index: int, group: FlatGroup, kept: bool
-    ) -> tuple[Shard, Any, Any]:
-        """(the shard, the full weights if they stay, the whole gradients if they stay)."""
-        dtypes = dtypes_of(group, self.precision)
-        empty = model.runtime.empty
-        own = slice(self.shard_rank * group.shard, (self.shard_rank + 1) * group.shard)
-        full = None
-        if kept or self.strategy.keeps_weights or self.shard_size == 1:
-            full = empty(group.padded, dtypes.gather)
-            full[...] = 0
-            source = full[own]
-        else:
-            source = empty(group.shard, dtypes.gather)
-        data = source if dtypes.master == dtypes.gather else empty(group.shard, dtypes.master)
-        gradient = grad = None
-        if group.trainable and not model.reduces_each and self.shard_size > 1:
-            gradient = empty(group.padded, dtypes.reduce)
-            grad = gradient[own]
-        elif group.trainable:
-            grad = empty(group.shard, dtypes.reduce)
-        if grad is not None:
-            grad[...] = 0
-        self._fill(model, group, data, own)
-        return Shard(unit, index, group, dtypes, data, source, grad), full, gradient
-
-    def _fill(self, model: ShardedModel, group: FlatGroup, data: Any, own: slice) -> None:
-        flat = model.runtime.empty(group.padded, numpy_dtype(group.dtype))
-        flat[...] = 0
-        views = views_of(group, flat)
-        root = self.broadcast_from
-        for name, view in views.items():
-            if self.init is not None:
-                view[...] = self.init(name, view.shape, numpy_dtype(group.dtype))
-            elif root is None or root == self.comm.rank:
-                view[...] = self.arrays[name]
-        if self.init is None and root is not None and self.comm.size > 1 and flat.size:
-            self.comm.broadcast(flat, root=root)
-        cast_into(data, flat[own])
-
-
-def _mesh(strategy: Strategy, mesh: tuple[int, int] | None, size: int) -> tuple[int, int]:
-    """(replicate, shard) sizes."""
-    if strategy.name != "hybrid_shard":
-        if mesh is not None:
+        replicate, shard = mesh_shape(strategy, mesh, comm.size)
+        if not isinstance(reshard, bool) and not (
+            isinstance(reshard, int) and 1 < reshard <= shard and shard % reshard == 0
+        ):
             raise ValueError(
-                f"fully_shard: mesh={mesh!r} goes with strategy='hybrid_shard', not {strategy.name!r}"
+                f"fully_shard: reshard_after_forward={reshard!r}; use True, False, or a number of ranks, 2 "
+                f"or more, that divides the {shard} that the state is sharded over"
             )
-        return (1, size) if strategy.shards else (size, 1)
-    if mesh is None or len(mesh) != 2 or mesh[0] * mesh[1] != size or min(mesh) < 1:
-        raise ValueError(
-            f"fully_shard: hybrid_shard needs mesh=(replicate, shard) with replicate * shard = {size} ranks, "
-            f"not {mesh!r}"
+        leaves = read_leaves(params, init, shapes)
+        owners = tied_names(leaves)
+        names = list(leaves)
+        frozen_names = frozen_owners(frozen, names, owners, matcher)
+        specs = [
+            Spec(
+                name,
+                tuple(leaf.shape),
+                leaf.dtype.name,
+                is_floating(leaf.dtype) and name not in frozen_names,
+            )
+            for name, leaf in leaves.items()
+            if name not in owners
+        ]
+        homes, order, shown = _place(names, specs, owners, units)
+        return cls(
+            comm=comm,
+            mesh=Mesh(comm, replicate, shard, None if isinstance(reshard, bool) else reshard),
+            strategy=strategy,
+            precision=precision,
+            reshard=reshard,
+            reduce_op=reduce_op,
+            broadcast_from=broadcast_from,
+            arrays={} if init is not None else {s.name: leaves[s.name] for s in specs},
+            sample=next(iter(leaves.values())),
+            layout=plan(specs, homes, order, shard, owners),
+            names=tuple(names),
+            homes=homes,
+            owners=owners,
+            shown=shown,
+            mappings=mapping_paths(params if init is None else shapes),
         )
-    return mesh[0], mesh[1]
+
+    def lines(self) -> list[str]:
+        """What must be equal on all ranks, for `compare_lines`."""
+        settings = {
+            "strategy": self.strategy.name,
+            "mesh": (self.mesh.replicate_size, self.mesh.shard_size),
+            "precision": self.precision,
+            "reshard_after_forward": self.reshard,
+            "reduce_op": self.reduce_op,
+            "broadcast_from": self.broadcast_from,
+            "arrays of": type(self.sample).__module__.partition(".")[0],
+        }
+        return self.layout.lines() + [f"{key} {value}" for key, value in settings.items()]
 
 
-@dataclass(frozen=True)
-class _Shape:
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-
-def _leaves(params: Any, init: Any, shapes: Any) -> dict[str, Any]:
-    """name -> array (or shape), checked one by one."""
-    if (init is None) != (shapes is None) or (params is None) == (init is None):
-        raise TypeError("fully_shard: pass either params, or init= and shapes= together")
-    if init is not None:
-        found = {name: _shape(name, leaf) for name, leaf in _flatten_shapes(shapes)}
+def _place(
+    names: Sequence[str], specs: Sequence[Spec], owners: Mapping[str, str], units: Any
+) -> tuple[dict[str, str], list[str], dict[str, tuple[str, ...]]]:
+    """(name -> unit of its memory, units in order, unit -> names shown in it)."""
+    if isinstance(units, by_size):
+        unit_of, order = assign([spec.name for spec in specs], units.units(specs))
+        unit_of.update({alias: unit_of[owner] for alias, owner in owners.items()})
     else:
-        found = dict(flatten(params))
-        for name, leaf in found.items():
-            _check_array(name, leaf)
-    if not found:
-        raise ValueError("fully_shard: there are no parameters")
-    kinds = {
-        type(leaf).__module__.partition(".")[0] for leaf in found.values() if not isinstance(leaf, _Shape)
-    }
-    if len(kinds) > 1:
-        raise TypeError(
-            f"fully_shard: parameters of several array libraries ({', '.join(sorted(kinds))}); pass arrays "
-            "of one"
-        )
-    return found
-
-
-def _flatten_shapes(shapes: Any) -> list[tuple[str, Any]]:
-    def walk(tree: Any, prefix: str) -> list[tuple[str, Any]]:
-        pair = (
-            isinstance(tree, tuple)
-            and len(tree) == 2
-            and isinstance(tree[0], tuple)
-            and not isinstance(tree[1], (tuple, list, Mapping))
-        )
-        if pair or hasattr(tree, "shape"):
-            return [(prefix, tree)]
-        items = (
-            tree.items() if isinstance(tree, Mapping) else [(str(i), value) for i, value in enumerate(tree)]
-        )
-        return [leaf for key, value in items for leaf in walk(value, f"{prefix}.{key}" if prefix else key)]
-
-    return walk(shapes, "")
-
-
-def _shape(name: str, leaf: Any) -> _Shape:
-    shape, dtype = (leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else leaf
-    try:
-        return _Shape(
-            tuple(int(n) for n in shape), numpy_dtype(dtype) if isinstance(dtype, str) else np.dtype(dtype)
-        )
-    except (TypeError, ValueError, AttributeError) as error:
-        raise TypeError(f"fully_shard: shapes: {name} is {leaf!r}; expected a (shape, dtype) pair") from error
-
-
-def _check_array(name: str, leaf: Any) -> None:
-    module = type(leaf).__module__.partition(".")[0]
-    if module not in ("numpy", "cupy") or not hasattr(leaf, "flags"):
-        raise TypeError(
-            f"fully_shard: parameter {name!r} is a {type(leaf).__name__}; pass NumPy or CuPy arrays "
-            "(np.asarray makes one)"
-        )
-    if leaf.dtype.hasobject or (
-        leaf.dtype.kind in "OSUMmV" and not leaf.dtype.name.startswith(("bfloat", "float"))
-    ):
-        raise TypeError(f"fully_shard: parameter {name!r} has dtype {leaf.dtype}; pass an array of numbers")
-    if not leaf.flags.c_contiguous:
-        raise ValueError(
-            f"fully_shard: parameter {name!r} (shape {leaf.shape}) is not C-contiguous; pass "
-            "np.ascontiguousarray of it"
-        )
-
-
-def _owners(leaves: Mapping[str, Any]) -> dict[str, str]:
-    """Tied names: alias -> the first name of the same memory."""
-    first: dict[Any, str] = {}
-    owners = {}
-    for name, leaf in leaves.items():
-        address = leaf.data.ptr if hasattr(leaf.data, "ptr") else leaf.__array_interface__["data"][0]
-        key = (address, leaf.shape, leaf.dtype.str, leaf.dtype.name) if leaf.size else id(leaf)
-        if key in first:
-            owners[name] = first[key]
-        else:
-            first[key] = name
-    return owners
-
-
-def _matcher(names: Sequence[str], patterns: Sequence[str]) -> Callable[[str], bool]:
-    taken = assign(names, [list(patterns)])[0] if patterns else {}
-    return lambda name: taken.get(name, ROOT) != ROOT
-
-
-def _agree(comm: Any, error: Exception | None) -> None:
-    """Every rank raises if any rank found an error, each naming the first rank that did."""
-    everybody = comm.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
-    for rank, text in enumerate(everybody):
-        if text is not None:
-            if error is not None:
-                raise error
-            kind = TypeError if text.startswith("TypeError") else ValueError
-            raise kind(f"fully_shard on rank {rank}: {text.partition(': ')[2]}")
-
-
-def _compare_layouts(comm: Any, layout: Layout) -> None:
-    digests = comm.all_gather_object(layout.digest())
-    if len(set(digests)) == 1:
-        return
-    lines = comm.all_gather_object(layout.lines())
-    for rank, theirs in enumerate(lines):
-        if theirs == lines[0]:
-            continue
-        for at in range(max(len(theirs), len(lines[0]))):
-            mine = lines[0][at] if at < len(lines[0]) else "nothing more"
-            other = theirs[at] if at < len(theirs) else "nothing more"
-            if mine != other:
-                raise ValueError(
-                    f"fully_shard: the ranks bring different models: parameter {at} is {mine} on rank 0, and "
-                    f"{other} on rank {rank}"
-                )
-
-
-def _compare_values(comm: Any, arrays: Mapping[str, Any]) -> None:
-    """Equal arrays on all ranks, or the first name that differs."""
-    digests = {}
-    for name, array in arrays.items():
-        host = array if isinstance(array, np.ndarray) else array.get()
-        digests[name] = hashlib.sha256(np.ascontiguousarray(host).tobytes()).hexdigest()[:16]
-    everybody = comm.all_gather_object(digests)
-    for name in digests:
-        for rank, theirs in enumerate(everybody):
-            if theirs[name] != everybody[0][name]:
-                raise ValueError(
-                    f"fully_shard: parameter {name!r} differs between ranks 0 and {rank}; start from equal "
-                    "weights, or leave broadcast_from=0 to take rank 0's"
-                )
+        unit_of, order = assign(names, units)
+    shown = {unit: tuple(name for name in names if unit_of[name] == unit) for unit in order}
+    homes = dict(unit_of)
+    shared = {owner for alias, owner in owners.items() if unit_of[alias] != unit_of[owner]}
+    if shared:  # whole while any unit may use them: they live in the root unit
+        homes.update(dict.fromkeys(shared, ROOT))
+        shown[ROOT] = tuple(name for name in names if homes[name] == ROOT)
+        order = [unit for unit in order if unit != ROOT] + [ROOT]
+    if ROOT in order and len(order) > 1:
+        order = [ROOT, *(unit for unit in order if unit != ROOT)]
+    return homes, order, shown

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["common_prefix", "fill", "flatten", "nest", "rebuild"]
+__all__ = ["common_prefix", "fill", "flatten", "mapping_paths", "nest", "rebuild"]
 
 Tree = Any
 
@@ -29,6 +29,18 @@ def flatten(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from flatten(value, f"{prefix}.{index}" if prefix else str(index))
     else:
         yield prefix, tree
+
+
+def mapping_paths(tree: Tree, prefix: str = "") -> frozenset[str]:
+    """The paths of all dicts in the tree: `nest` needs them to tell {"0": x} from [x]."""
+    paths: set[str] = set()
+    if isinstance(tree, Mapping):
+        paths.add(prefix)
+    if isinstance(tree, (Mapping, list, tuple)):
+        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        for key, value in items:
+            paths |= mapping_paths(value, f"{prefix}.{key}" if prefix else str(key))
+    return frozenset(paths)
 
 
 def rebuild(tree: Tree, leaves: Mapping[str, Any], prefix: str = "") -> Tree:
@@ -57,10 +69,10 @@ def common_prefix(names: list[str]) -> str:
     return ".".join(shared)
 
 
-def nest(names: list[str], prefix: str) -> Tree:
+def nest(names: list[str], prefix: str, mappings: frozenset[str] = frozenset()) -> Tree:
     """The tree under `prefix` that holds just these names; its leaves are the full names.
 
-    A level whose keys are 0, 1, 2, ... becomes a list. Names outside `prefix` (tied ones) may not be given.
+    A level whose keys are 0, 1, 2, ... becomes a list, unless its path is one of `mappings`.
     """
     root: dict[str, Any] = {}
     for name in names:
@@ -71,14 +83,14 @@ def nest(names: list[str], prefix: str) -> Tree:
         for key in path[:-1]:
             level = level.setdefault(key, {})
         level[path[-1]] = name
-    return _lists(root)
+    return _lists(root, prefix, mappings)
 
 
-def _lists(level: Any) -> Any:
+def _lists(level: Any, path: str, mappings: frozenset[str]) -> Any:
     if not isinstance(level, dict):
         return level
-    done = {key: _lists(value) for key, value in level.items()}
-    if list(done) == [str(i) for i in range(len(done))]:
+    done = {key: _lists(value, f"{path}.{key}" if path else key, mappings) for key, value in level.items()}
+    if path not in mappings and list(done) == [str(i) for i in range(len(done))]:
         return list(done.values())
     return done
 

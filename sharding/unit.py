@@ -1,5 +1,4 @@
-"""A unit at work: its shards, its full weights while they are there, and the contexts that the user's loop
-opens.
+"""A unit at work: its shards, its whole weights while they are there, and the contexts of the user's loop.
 
 A unit knows its arrays and where they lie. When they are gathered and released is the engine's business: the
 contexts below ask it. Weights are given as a tree of the user's names (nested dicts and lists below the
@@ -57,59 +56,81 @@ class Shard:
 
 @dataclass
 class Weights:
-    """The full weights of a unit, gathered or being gathered."""
+    """The whole weights of a unit, gathered or being gathered."""
 
     gathered: list[Any]
     """Per group, padded, in the gather dtype."""
     computed: list[Any]
     """Per group, padded, in the compute dtype: `gathered` itself where the dtypes agree."""
+    slot: Slot | None = None
+    """The ring slot they lie in; None for weights that stay."""
+    started: bool = False
+    """Their gather has been started, so that no rank starts it again."""
     mark: Any = None
     """When the gather is done."""
     ready: bool = False
     """It has been waited for, and cast."""
-    slot: Slot | None = None
-    """The ring slot they lie in; None for weights that stay."""
+    views: dict[str, Any] | None = None
+    """`computed` by name: made once, for the buffers persist."""
 
 
 @dataclass(eq=False)
 class Unit:
-    """One unit of a ShardedModel, in declared order."""
+    """One unit of a ShardedModel."""
 
     model: ShardedModel
+    position: int
+    """In the declared order; -1 for the root unit."""
     layout: UnitLayout
     shards: list[Shard]
     shown: tuple[str, ...]
     """The user's names in this unit, tied ones included."""
     owners: dict[str, str]
     """Of the shown names that are tied: the name that owns the memory."""
-    kept: bool = False
-    """Stays whole from the start of a microbatch to its end: the root unit, whose parameters others share."""
-    weights: Weights | None = None
     kept_weights: Weights | None = None
+    """The whole weights, where they stay in memory between uses."""
+    whole: list[Any] | None = None
+    """Whole gradients accumulated but not reduced yet, per trainable group."""
+    whole_pending: bool = False
+    """There is something in `whole`."""
+    weights: Weights | None = None
+    """The whole weights while somebody uses them, or is about to."""
     grads: dict[str, Any] | None = None
     """Views of the gradients being written, by name."""
     grad_slot: Slot | None = None
-    whole: list[Any] | None = None
-    """Full gradients accumulated but not reduced yet, per trainable group."""
-    whole_pending: bool = False
-    reduced: bool = False
-    """The whole gradients of this step were reduced where they lie: add nothing before zero_grad."""
     tied_grads: dict[str, Any] = field(default_factory=dict)
     """Gradients being written under names that are tied."""
     part: list[Any] | None = None
     """With reshard_after_forward=k: this rank's 1/k of the gathered weights, from forward to backward."""
-    _views: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        prefix = common_prefix(list(self.shown)) if self.shown else ""
-        self._skeleton = nest(list(self.shown), prefix) if self.shown else {}
+        self.install(self.layout, self.shards, self.kept_weights, self.whole)
+
+    def install(
+        self,
+        layout: UnitLayout,
+        shards: list[Shard],
+        kept_weights: Weights | None,
+        whole: list[Any] | None,
+    ) -> None:
+        """Take this layout and memory, at the start and when parameters are frozen or unfrozen."""
+        self.layout, self.shards, self.kept_weights, self.whole = layout, shards, kept_weights, whole
+        self.whole_pending, self.part = False, None
         trainable = [name for name in self.shown if self.model.is_trainable(self.owner(name))]
-        self._grad_skeleton = nest(trainable, prefix) if trainable else {}
+        prefix = common_prefix(list(self.shown)) if self.shown else ""
+        mappings = self.model.mappings
+        self._skeleton = nest(list(self.shown), prefix, mappings) if self.shown else {}
+        self._grad_skeleton = nest(trainable, prefix, mappings) if trainable else {}
 
     @property
     def name(self) -> str:
         """The unit's name: `blocks.3`."""
         return self.layout.name
+
+    @property
+    def kept(self) -> bool:
+        """Whether it is the root unit, whole through a microbatch: its parameters are everybody's."""
+        return self.position < 0
 
     @property
     def trainable(self) -> list[Shard]:
@@ -124,21 +145,22 @@ class Unit:
 
     @contextmanager
     def forward(self) -> Iterator[Any]:
-        """The unit's weights, whole, for its forward computation; the next unit's gather is started
-        meanwhile.
+        """The unit's weights, whole, for its forward computation; meanwhile the next unit is gathered.
 
         Gives a tree of arrays (compute dtype, read-only in NumPy) that must not be kept beyond the context.
         Units are opened in declared order; opening a later one first lets the skipped ones take part in
-        what the other ranks do.
+        what the other ranks do. The root unit may be opened at any time, also inside others.
+
+        Raises PhaseError out of order or outside of a microbatch.
         """
         model = self.model
-        model.open_forward(self)
+        model.walk.open_forward(self)
         start = time.perf_counter()
         try:
             yield fill(self._skeleton, self.weight_views())
         finally:
             model.event("compute", self.name, start, "forward")
-            model.close_forward(self)
+            model.walk.close_forward(self)
 
     @contextmanager
     def backward(self, zero: bool = True) -> Iterator[tuple[Any, Any]]:
@@ -146,69 +168,67 @@ class Unit:
 
         The gradients are a tree of arrays (reduce dtype), zero at the start: write or add this rank's. With
         `zero=False` they start undefined, which saves a pass over memory when every element is written.
+
+        Raises PhaseError out of order, before any forward, or outside of a microbatch.
         """
         model = self.model
-        model.open_backward(self, zero)
+        model.walk.open_backward(self, zero)
         start = time.perf_counter()
         try:
             yield fill(self._skeleton, self.weight_views()), fill(self._grad_skeleton, self.gradient_views())
-        except BaseException:
-            model.abandon()
+        except BaseException as error:
+            model.abandon(error)
             raise
         model.event("compute", self.name, start, "backward")
-        model.close_backward(self)
+        model.walk.close_backward(self)
 
     def unshard(self) -> Any:
-        """Gather the weights by hand, outside of the contexts; `reshard` releases them.
+        """Gather the weights by hand, outside of microbatches; `reshard` releases them.
 
-        Collective: every rank of the shard group must call it.
+        Gives the tree of arrays that `forward` gives. Collective: every rank of the shard group calls it, and
+        calls `reshard` before the next microbatch or change of weights.
         """
-        self.model.require("RESTING", f"{self.name}.unshard()")
-        self.model.gather(self)
-        self.model.ready(self)
+        model, call = self.model, f"{self.name}.unshard()"
+        model.require_usable(call)
+        with model.ending_all_ranks():
+            for unit in self._homes():
+                model.gatherer.start(unit)
+                model.gatherer.ready(unit)
         return fill(self._skeleton, self.weight_views())
 
     def reshard(self) -> None:
         """Release what `unshard` gathered."""
-        self.model.require("RESTING", f"{self.name}.reshard()")
-        self.model.release(self)
+        self.model.require_resting(f"{self.name}.reshard()")
+        for unit in self._homes():
+            self.model.gatherer.release(unit)
 
-    def keep_part(self, comm: Any, weights: Weights) -> None:
-        """Keep this rank's 1/comm.size of the gathered weights, for backward to gather from fewer ranks."""
-        if self.part is None:
-            self.part = [
-                self.model.runtime.empty(full.size // comm.size, full.dtype) for full in weights.gathered
-            ]
-        for part, full in zip(self.part, weights.gathered, strict=True):
-            part[...] = full[comm.rank * part.size : (comm.rank + 1) * part.size]
+    def _homes(self) -> list[Unit]:
+        """The units in which the memory of the shown names lies; this one first."""
+        return list(dict.fromkeys([self, *(self.model.home_of(self.owner(name)) for name in self.shown)]))
 
     # --- views ----------------------------------------------------------------------------------------------
 
     def weight_views(self) -> dict[str, Any]:
-        """Full weights by the user's name."""
-        assert self.weights is not None or not self.shards
-        views = self._own_views()
+        """Whole weights by the user's name."""
+        views = dict(self.own_weight_views())
         for name in self.shown:
             if name not in views:
                 owner = self.owner(name)
-                views = views | {name: self.model.owner_views(self, owner)[owner]}
+                home = self.model.home_of(owner)
+                self.model.gatherer.ready(home)
+                views[name] = home.own_weight_views()[owner]
         return views
 
-    def _own_views(self) -> dict[str, Any]:
-        if self.weights is None:
-            return {}
-        key = id(self.weights.computed[0]) if self.weights.computed else 0
-        found = self._views.get(key)
-        if found is None:
-            found = {}
-            for group, flat in zip(self.layout.groups, self.weights.computed, strict=True):
-                found.update(views_of(group, flat, writeable=False))
-            self._views[key] = found
-        return found
-
     def own_weight_views(self) -> dict[str, Any]:
-        """Full weights of the parameters whose memory is this unit's."""
-        return self._own_views()
+        """Whole weights of the parameters whose memory is this unit's."""
+        weights = self.weights
+        if weights is None:
+            return {}
+        if weights.views is None:
+            weights.views = {}
+            for group, flat in zip(self.layout.groups, weights.computed, strict=True):
+                weights.views.update(views_of(group, flat, writeable=False))
+        return weights.views
 
     def gradient_views(self) -> dict[str, Any]:
         """Gradients by the user's name; a tied name gets its own array, added to its owner's at the end."""
@@ -228,5 +248,5 @@ def views_of(group: FlatGroup, flat: Any, *, writeable: bool = True) -> dict[str
 
 
 def padded_shapes(shards: Sequence[Shard], which: str) -> list[tuple[int, np.dtype]]:
-    """(elements, dtype) of the full buffers of these shards, in dtype `which`: gather, compute or reduce."""
+    """(elements, dtype) of the whole buffers of these shards, in dtype `which`: gather, compute or reduce."""
     return [(shard.group.padded, getattr(shard.dtypes, which)) for shard in shards]
