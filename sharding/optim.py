@@ -78,15 +78,46 @@ class Optimizer:
         self.stochastic_rounding = stochastic_rounding
         self._shards = [shard for shard in model.shards if shard.trainable]
         _check_dtypes(rule.kind, self._shards, stochastic_rounding)
-        self._hypers = by_name(model.layout, rule, {"lr": lr, **hyper}, groups, rule.kind)
+        self._given = {"lr": lr, **hyper}, groups
+        self._hypers = by_name(model.layout, rule, *self._given, rule.kind)
         self._begun: dict[str, int] = {}
+        self._offload = offload
         self._updater = _updater_for(model, rule, offload)
         self.state: dict[tuple[str, int], State] = {}
         """(unit, index of the group in it) -> slot name -> 1-d array, like `Shard.data` in the working
         dtype."""
+        self._make_state({slot: {} for slot in rule.slots})
+        self._regroup()
+        model.on_relayout(self._relaid)
+
+    def _make_state(self, values: Mapping[str, Mapping[tuple[str, int], Any]]) -> None:
+        """State for every shard, with the values that there are (slot -> shard's key -> array), else zero."""
+        self.state = {}
         for shard in self._shards:
             dtype = working_dtype(np.dtype(shard.data.dtype))
-            self.state[shard.key] = {slot: self._updater.zeros(shard.data.size, dtype) for slot in rule.slots}
+            made: State = {}
+            for slot in self.rule.slots:
+                made[slot] = self._updater.zeros(shard.data.size, dtype)
+                if shard.key in values[slot]:
+                    moved = values[slot][shard.key]
+                    made[slot][...] = moved.get() if self._offload and hasattr(moved, "get") else moved
+            self.state[shard.key] = made
+
+    def _relaid(self, relayout: Any) -> None:
+        """After freeze and unfreeze: state goes with its parameters; that of unfrozen ones starts anew."""
+        model = self.model
+        values = {
+            slot: relayout.move({key: state[slot] for key, state in self.state.items()})
+            for slot in self.rule.slots
+        }
+        hypers = by_name(model.layout, self.rule, *self._given, self.rule.kind)
+        self._begun = {
+            name: self._begun.get(name, 0) if name in self._hypers else self.steps for name in hypers
+        }
+        self._hypers = {name: self._hypers.get(name, hyper) for name, hyper in hypers.items()}
+        self._shards = [shard for shard in model.shards if shard.trainable]
+        self._updater = _updater_for(model, self.rule, self._offload)
+        self._make_state(values)
         self._regroup()
 
     # --- the step -------------------------------------------------------------------------------------------

@@ -291,12 +291,10 @@ def test_wrong_hyper_parameters_are_named(make: Any, error: type[Exception], mes
     alone(rank)
 
 
-def test_a_parameter_that_is_not_floating_point_must_be_frozen() -> None:
+def test_a_parameter_that_is_not_floating_point_is_left_alone() -> None:
     def rank(comm: Any) -> None:
         params = {"w": np.ones(3, np.float32), "position": np.arange(3)}
-        with pytest.raises(TypeError, match=r"position \(unit root\) has dtype int64.*frozen="):
-            AdamW(fully_shard(params, comm))
-        model = fully_shard(params, comm, frozen=["position"])
+        model = fully_shard(params, comm)
         assert list(AdamW(model).state) == [s.key for s in model.shards if s.trainable]
 
     alone(rank)
