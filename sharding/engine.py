@@ -7,7 +7,6 @@ It holds what the parts share and hands each thing to the part that owns it: the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 from . import freeze, norms
 from .buffers import Counters
 from .build import Fill, make_shards
+from .events import Events, Listener
 from .gather import Gatherer
 from .layout import ROOT, Entry, Layout
 from .precision import cast_into
 from .reduce import Reducer
+from .report import Report, summary
 from .unit import Shard, Unit
 from .walk import PhaseError, Walk
 
@@ -56,7 +57,7 @@ class ShardedModel:
         """The last microbatch of a step is done."""
         self._broken: str | None = None
         self._closed = False
-        self._listeners: list[Callable[..., None]] = []
+        self.events = Events(runtime)
         self.relayout_listeners: list[Callable[..., None]] = []
         self._norm: tuple[float, float] | None = None
         self.walk = Walk(self)
@@ -248,7 +249,7 @@ class ShardedModel:
             what = (
                 "the gradients of this step are not complete; open the last microbatch with last=True"
                 if self.accumulating
-                else "there are no gradients; run a microbatch first"
+                else "nothing has been accumulated since zero_grad(); run a microbatch first"
             )
             raise PhaseError(f"{call}: {what}")
 
@@ -305,6 +306,14 @@ class ShardedModel:
         self.zero_grad()
         self.updated()
 
+    # --- the whole model ------------------------------------------------------------------------------------
+
+    def full_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
+        """name -> full NumPy array of every parameter, on all ranks or on rank 0: see `sharding.export`."""
+        from .export import full_state_dict  # here: it stands on the engine
+
+        return full_state_dict(self, rank0_only)
+
     # --- phases ---------------------------------------------------------------------------------------------
 
     def require_resting(self, call: str) -> None:
@@ -326,19 +335,32 @@ class ShardedModel:
 
     # --- observation ----------------------------------------------------------------------------------------
 
-    def on_event(self, callback: Callable[[str, str, float, float, str], None]) -> None:
-        """`callback(name, unit, start, stop, detail)` after each wait, computation and optimizer step.
+    def on_event(self, callback: Listener, *, collectives: bool = False) -> None:
+        """`callback(name, unit, start, stop, detail)` after each of what the calling thread spends a step on.
 
-        Times are those of time.perf_counter(), in seconds.
+        Names: "gather" and "reduce" (waits for communication; a gather's includes the cast), "compute"
+        (detail "forward" or "backward"), "optimizer". With `collectives` also "all_gather",
+        "reduce_scatter", "all_reduce" as they run on their streams (detail: which). Times are those of
+        time.perf_counter(), in seconds; on a GPU, those at which the GPU came to it, told some time later.
+        `sharding.Tracer` makes logs and pictures of it.
         """
-        self._listeners.append(callback)
+        self.events.listen(callback, collectives)
 
-    def event(self, name: str, unit: str, start: float, detail: str = "") -> None:
-        """Tell the listeners of something that ends now."""
-        if self._listeners:
-            stop = time.perf_counter()
-            for listener in self._listeners:
-                listener(name, unit, start, stop, detail)
+    def now(self) -> Any:
+        """The start of something, for `event`."""
+        return self.events.now()
+
+    def event(self, name: str, unit: str, start: Any, detail: str = "") -> None:
+        """Tell the listeners of something that ends now; `start` is from `now`."""
+        self.events.tell(name, unit, start, detail)
+
+    def summary(self, optimizer: Any = "adamw", *, microbatches: int = 1, sync: bool = True) -> Report:
+        """Bytes of weights, gradients, optimizer state and live buffers, and bytes sent per step: print it.
+
+        `optimizer`: its name (see `report.SLOTS`), or one of this model. Steps have `microbatches`
+        microbatches, opened with `sync`. `report.check` holds it against what happened.
+        """
+        return summary(self, optimizer, microbatches=microbatches, sync=sync)
 
     def close(self) -> None:
         """Wait for what is in flight and end the engine's streams and communicators. Twice is fine."""
