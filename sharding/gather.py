@@ -7,7 +7,6 @@ backward may gather from fewer ranks.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,7 +81,8 @@ class Gatherer:
         sources = [shard.source for shard in unit.shards] if from_part is None else from_part
         for source, full in zip(sources, weights.gathered, strict=True):
             if full.size:
-                comm.all_gather(source, out=full, **model.runtime.on(self._stream))
+                with model.events.timed("all_gather", unit.name, self._stream, "gather stream"):
+                    comm.all_gather(source, out=full, **model.runtime.on(self._stream))
                 model.counters.count("all_gather", full.nbytes, comm.size)
         weights.mark = model.runtime.mark(self._stream, comm)
 
@@ -91,7 +91,7 @@ class Gatherer:
         weights = unit.weights
         if weights is None or weights.ready:
             return
-        begin = time.perf_counter()
+        begin = self.model.now()
         self.model.runtime.wait(weights.mark)
         for full, computed in zip(weights.gathered, weights.computed, strict=True):
             if computed is not full:

@@ -8,7 +8,6 @@ in the reduction.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -143,13 +142,14 @@ class Reducer:
         model = self.model
         model.runtime.follow(self._stream)
         for shard in unit.trainable:
-            self._over_replicas(shard.grad)
+            self._over_replicas(unit, shard.grad)
         self._pend(unit, None, [], model.mesh.replicas)
 
-    def _over_replicas(self, gradient: Any) -> None:
+    def _over_replicas(self, unit: Unit, gradient: Any) -> None:
         model = self.model
         if model.replicate_size > 1 and gradient.size:
-            model.mesh.replicas.all_reduce(gradient, op=model.reduce_op, **model.runtime.on(self._stream))
+            with model.events.timed("all_reduce", unit.name, self._stream, "reduce stream"):
+                model.mesh.replicas.all_reduce(gradient, op=model.reduce_op, **model.runtime.on(self._stream))
             model.counters.count("all_reduce", gradient.nbytes, model.replicate_size)
 
     def _reduce_scatter(self, unit: Unit, whole: list[Any], slot: Slot) -> None:
@@ -162,11 +162,12 @@ class Reducer:
             part = flat[first : first + shard.group.shard]
             target = shard.grad if shard.fresh else part
             if flat.size:
-                model.mesh.reduce.reduce_scatter(
-                    flat, out=target, op=model.reduce_op, **model.runtime.on(self._stream)
-                )
+                with model.events.timed("reduce_scatter", unit.name, self._stream, "reduce stream"):
+                    model.mesh.reduce.reduce_scatter(
+                        flat, out=target, op=model.reduce_op, **model.runtime.on(self._stream)
+                    )
                 model.counters.count("reduce_scatter", flat.nbytes, model.shard_size)
-                self._over_replicas(target)
+                self._over_replicas(unit, target)
             if target is part:
                 sums.append((shard, part))
             shard.fresh = False
@@ -180,7 +181,7 @@ class Reducer:
     # --- their ends -----------------------------------------------------------------------------------------
 
     def _retire(self, pending: _Pending) -> None:
-        start = time.perf_counter()
+        start = self.model.now()
         self.model.runtime.wait(pending.mark)
         for shard, part in pending.sums:
             shard.grad += part

@@ -9,6 +9,7 @@ waits.
 from __future__ import annotations
 
 import contextlib
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,23 @@ class HostRuntime:
             with contextlib.suppress(Exception):
                 stream.synchronize()
 
+    def stamp(self, stream: Any = None) -> Any:
+        """The moment at which the calling thread, or `stream`, comes to this point: see `seconds`."""
+        if stream is None:
+            return time.perf_counter()
+        stamp = _HostStamp()
+        stream.call(stamp.set)
+        return stamp
+
+    @staticmethod
+    def seconds(stamp: Any) -> float | None:
+        """A stamp on the clock of time.perf_counter(); None if that point has not been reached."""
+        return stamp.at if isinstance(stamp, _HostStamp) else stamp
+
+    def catch_up(self) -> None:
+        """Wait, on the CPU, until all that was queued so far is done."""
+        self.settle()
+
     def close(self) -> None:
         """End the streams."""
         while self._streams:
@@ -97,6 +115,14 @@ class _HostMark:
                 raise RuntimeError(f"a collective failed: {code!r}")
 
 
+class _HostStamp:
+    at: float | None = None
+
+    def set(self) -> None:
+        """Called by the stream."""
+        self.at = time.perf_counter()
+
+
 class CudaRuntime:
     """CuPy arrays, CUDA streams and events. Nothing here waits on the CPU but `synchronize`."""
 
@@ -106,6 +132,8 @@ class CudaRuntime:
         self.xp = cupy
         self.overlap = overlap
         self._streams: list[Any] = []
+        self._zero: tuple[Any, float] | None = None
+        """An event, and when it was: from the first stamp on."""
 
     def empty(self, elements: int, dtype: np.dtype) -> Any:
         """1-d device memory."""
@@ -149,6 +177,25 @@ class CudaRuntime:
         for stream in self._streams:
             stream.synchronize()
         self.xp.cuda.get_current_stream().synchronize()
+
+    def stamp(self, stream: Any = None) -> Any:
+        """The moment at which the current stream, or `stream`, comes to this point. The first call waits."""
+        cuda = self.xp.cuda
+        if self._zero is None:
+            zero = cuda.get_current_stream().record(cuda.Event())
+            zero.synchronize()
+            self._zero = zero, time.perf_counter()
+        return (cuda.get_current_stream() if stream is None else stream).record(cuda.Event())
+
+    def seconds(self, stamp: Any) -> float | None:
+        """A stamp on the clock of time.perf_counter(); None if that point has not been reached."""
+        assert self._zero is not None
+        zero, at = self._zero
+        return at + 1e-3 * self.xp.cuda.get_elapsed_time(zero, stamp) if stamp.done else None
+
+    def catch_up(self) -> None:
+        """Wait, on the CPU, until all that was queued so far is done."""
+        self.abandon()
 
     def close(self) -> None:
         """Wait for the streams; CuPy frees them."""

@@ -7,7 +7,6 @@ unit's common prefix; a bare array for a unit of one parameter), gradients likew
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -155,9 +154,10 @@ class Unit:
         """
         model = self.model
         model.walk.open_forward(self)
-        start = time.perf_counter()
+        weights = fill(self._skeleton, self.weight_views())
+        start = model.now()
         try:
-            yield fill(self._skeleton, self.weight_views())
+            yield weights
         finally:
             model.event("compute", self.name, start, "forward")
             model.walk.close_forward(self)
@@ -173,9 +173,11 @@ class Unit:
         """
         model = self.model
         model.walk.open_backward(self, zero)
-        start = time.perf_counter()
+        weights = fill(self._skeleton, self.weight_views())
+        gradients = fill(self._grad_skeleton, self.gradient_views())
+        start = model.now()
         try:
-            yield fill(self._skeleton, self.weight_views()), fill(self._grad_skeleton, self.gradient_views())
+            yield weights, gradients
         except BaseException as error:
             model.abandon(error)
             raise
