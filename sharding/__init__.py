@@ -10,8 +10,20 @@ It sees `pynccl` through its public face alone, and any communicator with the pr
 will do.
 """
 
+from .checkpoint import (
+    CheckpointError,
+    DifferentModelError,
+    Loaded,
+    NoCheckpointError,
+    SaveHandle,
+    load,
+    save,
+    save_async,
+    saved_steps,
+)
 from .comm import Comm
 from .engine import PhaseError, ShardedModel
+from .export import export_safetensors
 from .layout import Layout, by_size
 from .optim import SGD, Adam, AdamW, Lion, Optimizer
 from .policy import STRATEGIES, MixedPrecision, Strategy
@@ -26,14 +38,19 @@ __all__ = [
     "STRATEGIES",
     "Adam",
     "AdamW",
+    "CheckpointError",
     "Comm",
+    "DifferentModelError",
     "DynamicLossScale",
     "Layout",
     "Lion",
+    "Loaded",
     "MixedPrecision",
+    "NoCheckpointError",
     "Optimizer",
     "PhaseError",
     "Rule",
+    "SaveHandle",
     "Shard",
     "ShardedModel",
     "StaticLossScale",
@@ -42,8 +59,13 @@ __all__ = [
     "by_size",
     "constant",
     "cosine",
+    "export_safetensors",
     "fully_shard",
     "linear_warmup",
+    "load",
+    "save",
+    "save_async",
+    "saved_steps",
     "step_decay",
     "token_scale",
     "total_tokens",
