@@ -30,7 +30,8 @@ def cast_into(target: Any, source: Any) -> None:
     """`target[...] = source` in target's dtype, rounding to nearest even. Same size, both contiguous.
 
     Both in host memory or both on the GPU; or from host memory to the GPU (offloaded master weights), cast on
-    the way. A float16 that overflows becomes infinity without a warning: the loss scale looks for it.
+    the way. What overflows becomes infinity, and NaN stays NaN, without a warning: the loss scale looks for
+    them.
     """
     if not isinstance(target, np.ndarray):
         _cast_on_gpu(target, source)
@@ -40,7 +41,7 @@ def cast_into(target: Any, source: Any) -> None:
         return
     target, source = target.reshape(-1), source.reshape(-1)
     widen = source.dtype == _FLOAT16 and target.dtype == _FLOAT32
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, target.size, BLOCK):
             out, block = target[start : start + BLOCK], source[start : start + BLOCK]
             if widen:

@@ -4,14 +4,13 @@ their mean is right."""
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 if TYPE_CHECKING:
     from .engine import ShardedModel
-    from .optim import Optimizer
+    from .optimizer import Optimizer
 
 __all__ = ["DynamicLossScale", "StaticLossScale", "token_scale", "total_tokens"]
 
@@ -43,10 +42,19 @@ class StaticLossScale:
 
         Then they are left as they are, and `step` will skip. All ranks decide together, by the gradients'
         2-norm (one all-reduce), which is kept: `clip_grad_norm(p=2)` does not compute it again. Once a step.
+
+        TypeError for gradients that are reduced in float16: divided there, small ones would vanish after all.
         """
         model.check_step("unscale()")
         if model.unscaled:
             raise RuntimeError("unscale: the gradients of this step are unscaled already; call step() next")
+        for shard in model.shards:
+            if shard.trainable and shard.grad.dtype == "float16" and self.scale != 1:
+                raise TypeError(
+                    f"unscale: the gradients of unit {shard.unit} are float16, in which what the scale "
+                    "saved would vanish "
+                    "again; reduce in float32: MixedPrecision(reduce=None) or reduce='float32'"
+                )
         norm = model.grad_norm(2.0)
         self._finite = math.isfinite(norm)
         if self._finite and self.scale != 1:
@@ -136,7 +144,7 @@ class DynamicLossScale(StaticLossScale):
 # --- unequal batches ----------------------------------------------------------------------------------------
 
 
-def token_scale(model: Any, local_tokens: int, total: int | None = None) -> float:
+def token_scale(model: Any, local_tokens: SupportsIndex, total: int | None = None) -> float:
     """What to multiply this rank's mean loss by, so that the step is that of the mean over all ranks' tokens.
 
     A mean over ranks of means over tokens weighs a token of a short batch more than one of a long batch. With
@@ -154,25 +162,30 @@ def token_scale(model: Any, local_tokens: int, total: int | None = None) -> floa
     """
     if total is None:
         total = total_tokens(model, local_tokens)
-    _check_tokens("token_scale", [local_tokens])
+    (count,) = _checked([_plain(local_tokens)])
     ranks = model.size if getattr(model, "reduce_op", "avg") == "avg" else 1
-    return local_tokens * ranks / total
+    return count * ranks / total
 
 
-def total_tokens(model: Any, local_tokens: int) -> int:
+def total_tokens(model: Any, local_tokens: SupportsIndex) -> int:
     """The tokens of all ranks together. Collective. `model` is a ShardedModel or a communicator."""
     comm = getattr(model, "comm", model)
-    counts = comm.all_gather_object(
-        int(local_tokens) if isinstance(local_tokens, np.integer) else local_tokens
-    )
-    _check_tokens("token_scale", counts)
-    if not sum(counts):
+    total = sum(_checked(comm.all_gather_object(_plain(local_tokens))))
+    if not total:
         raise ValueError("token_scale: no rank has any token, so there is no mean; leave this step out")
-    return sum(counts)
+    return total
 
 
-def _check_tokens(call: str, counts: list[Any]) -> None:
+def _plain(count: Any) -> Any:
+    """What can travel: a Python integer, or what the count is instead, for every rank to complain of."""
+    return (
+        operator.index(count) if hasattr(count, "__index__") and not isinstance(count, bool) else repr(count)
+    )
+
+
+def _checked(counts: list[Any]) -> list[int]:
     for rank, count in enumerate(counts):
-        if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 0:
+        if not isinstance(count, int) or count < 0:
             where = f" on rank {rank}" if len(counts) > 1 else ""
-            raise ValueError(f"{call}: {count!r} tokens{where}; expected a count, 0 or more (an int)")
+            raise ValueError(f"token_scale: {count} tokens{where}; expected a count, 0 or more (an int)")
+    return counts
