@@ -124,7 +124,7 @@ def tied_names(leaves: Mapping[str, Any]) -> dict[str, str]:
     owners = {}
     spans = []
     for name, leaf in leaves.items():
-        if isinstance(leaf, Shape) or not leaf.size:
+        if isinstance(leaf, (Shape, np.generic)) or not leaf.size:  # a NumPy scalar has no memory to share
             continue
         # Not `leaf.data` of a NumPy array: it raises for ml_dtypes' types.
         address = leaf.__array_interface__["data"][0] if isinstance(leaf, np.ndarray) else leaf.data.ptr
