@@ -266,10 +266,10 @@ def test_a_pattern_that_takes_nothing_is_named_on_every_rank(n: int) -> None:
             r"groups\['\*'\]: 'momentum' is not one",
         ),
         (lambda m: AdamW(m, lr=-1.0), ValueError, r"AdamW: lr is -1.0; expected a finite number"),
-        (lambda m: Optimizer(m, ADAMW, lr="fast"), ValueError, r"lr is 'fast'"),
+        (lambda m: Optimizer(m, ADAMW, lr=WRONG["lr"]), ValueError, r"lr is 'fast'"),
         (lambda m: AdamW(m, betas=(0.9, 1.0)), ValueError, r"betas=\(0.9, 1.0\); expected two numbers"),
         (lambda m: AdamW(m, weight_decay=-0.1), ValueError, r"weight_decay=-0.1"),
-        (lambda m: Lion(m, betas=0.9), ValueError, r"Lion: betas=0.9"),
+        (lambda m: Lion(m, betas=WRONG["betas"]), ValueError, r"Lion: betas=0.9"),
         (lambda m: SGD(m, 0.1, nesterov=True), ValueError, r"nesterov=True with momentum=0.0"),
         (
             lambda m: SGD(m, 0.1, groups={"embed": {"momentum": -1}}),
@@ -282,7 +282,7 @@ def test_a_pattern_that_takes_nothing_is_named_on_every_rank(n: int) -> None:
             r"'beta' is not one of .*: lr, betas, eps",
         ),
         (lambda m: AdamW(m, stochastic_rounding=1), ValueError, r"that it updates are float32"),
-        (lambda m: AdamW(m, stochastic_rounding=0.5), TypeError, r"expected a seed"),
+        (lambda m: AdamW(m, stochastic_rounding=WRONG["seed"]), TypeError, r"expected a seed"),
     ],
 )
 def test_wrong_hyper_parameters_are_named(make: Any, error: type[Exception], message: str) -> None:
@@ -564,6 +564,44 @@ def test_mixed_dtypes_in_a_unit_keep_their_dtypes_and_float32_state(n: int) -> N
             np.testing.assert_allclose(
                 found[name].astype(np.float64), np.full(found[name].shape, 0.5), rtol=1e-6
             )
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_state_goes_with_its_parameters_through_freeze_and_unfreeze(n: int) -> None:
+    """Of three parameters "a" trains always, "b" is frozen from the third step on, "c" trains from there."""
+
+    def rank(comm: Any) -> Any:
+        params = {name: np.full((3, 2), 4.0, np.float32) for name in "abc"}
+        model = fully_shard(params, comm, frozen=["c"], reduce_op="sum")
+        opt = AdamW(model, lr=0.1, weight_decay=0.0, groups={"a": {"lr": 0.2}})
+        for step in range(4):
+            if step == 2:
+                opt.groups[0].hyper["lr"] = 0.4  # stays what it was set to
+                model.freeze("b")
+                model.unfreeze("c")
+            give(model, {"a": 1 + step, "b": 1 + step, "c": 1 + step % 2})
+            opt.step()
+        assert opt.describe()["begun"] == {"c": 2}
+        assert [opt.hyper(name)["lr"] for name in "ac"] == [0.4, 0.1]
+        found = weights(model)
+        model.close()
+        return found
+
+    def adam(lrs: list[float], grads: list[int]) -> float:
+        w, m, v = 4.0, 0.0, 0.0
+        for step, (lr, g) in enumerate(zip(lrs, grads, strict=True), 1):
+            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+            w -= lr * m / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.999**step)) + 1e-8)
+        return w
+
+    expected = {
+        "a": adam([0.2, 0.2, 0.4, 0.4], [1, 2, 3, 4]),
+        "b": adam([0.1, 0.1], [1, 2]),
+        "c": adam([0.1, 0.1], [1, 2]),
+    }
+    for found in run_ranks(n, rank, library="host"):
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-6)
 
 
 def test_offload_changes_nothing_in_host_memory() -> None:

@@ -33,9 +33,10 @@ EVERY_16_BITS = np.arange(1 << 16, dtype=np.uint16)
 
 def same_numbers(a: np.ndarray, b: np.ndarray) -> bool:
     """Equal bits, except that any NaN equals any NaN."""
-    nan = a != a
     size = np.dtype(f"u{a.dtype.itemsize}")
-    return bool(np.array_equal(nan, b != b) and np.array_equal(a.view(size)[~nan], b.view(size)[~nan]))
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        nan, other_nan = a != a, b != b
+    return bool(np.array_equal(nan, other_nan) and np.array_equal(a.view(size)[~nan], b.view(size)[~nan]))
 
 
 # --- casts --------------------------------------------------------------------------------------------------
