@@ -134,7 +134,7 @@ def _lay_out(model: ShardedModel, changed: set[str]) -> None:
         if before != after:
             whole: dict[str, Any] = {}
             for shard in unit.shards:
-                whole.update(relayout.whole(shard.group, shard.data))
+                whole.update(relayout.whole(shard.group, model.runtime.xp.asarray(shard.data)))
             made[after.name] = make_shards(model, after, unit.kept, from_arrays(whole))
     model.take_layout(new, made)
     relayout.tell()

@@ -204,7 +204,7 @@ class OffloadedUpdater:
         self._lanes = [_Lane(cupy.cuda.Stream(non_blocking=True), {}) for _ in range(2)]
         self._turn = 0
         for shard in model.shards:
-            if shard.trainable:
+            if shard.trainable and not isinstance(shard.data, np.ndarray):
                 host = self._pinned(shard.data.size, np.dtype(shard.data.dtype))
                 host[...] = shard.data.get()
                 shard.data = (
