@@ -30,6 +30,7 @@ from .policy import STRATEGIES, MixedPrecision, Strategy
 from .scaling import DynamicLossScale, StaticLossScale, token_scale, total_tokens
 from .schedules import constant, cosine, linear_warmup, step_decay
 from .start import fully_shard
+from .trace import Tracer
 from .unit import Shard, Unit
 from .updates import Rule
 
@@ -55,6 +56,7 @@ __all__ = [
     "ShardedModel",
     "StaticLossScale",
     "Strategy",
+    "Tracer",
     "Unit",
     "by_size",
     "constant",

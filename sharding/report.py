@@ -244,10 +244,14 @@ def _gradient_shapes(unit: UnitLayout, setting: Setting) -> list[tuple[int, np.d
 
 
 def _rings(layout: Layout, setting: Setting) -> int:
-    """Bytes of full buffers: two slots each for weights and gradients; the root unit's gradients apart."""
+    """Bytes of full buffers: two slots each for weights and gradients; the root unit's gradients apart.
+
+    Where nothing is sharded there is nothing to gather, and gradients move on before the next unit's begin.
+    """
     others = [unit for unit in layout.units if unit.name != setting.root]
     gathered = [unit for unit in others if not setting.stays(unit.name)]
     slots = 2 if setting.reshard_after_forward else max(2, len(others))
+    reducing = 2 if setting.shard_size > 1 else 1
     weights = [slot_bytes(_weight_shapes(unit, setting)) for unit in gathered]
     gradients = [slot_bytes(_gradient_shapes(unit, setting)) for unit in others]
     root = [slot_bytes(_gradient_shapes(unit, setting)) for unit in layout.units if unit.name == setting.root]
@@ -261,7 +265,7 @@ def _rings(layout: Layout, setting: Setting) -> int:
         )
     return (
         min(slots, len(gathered)) * max(weights, default=0)
-        + min(2, len(others)) * max(gradients, default=0)
+        + min(reducing, len(others)) * max(gradients, default=0)
         + sum(root)
         + parts
     )
