@@ -18,7 +18,7 @@ from .index import MASTER, Index, Parameter, check_layout, tensor_name
 from .layout import pieces
 from .rng import Generators, planned_states, restore_states
 from .saving import SavedOptimizer
-from .store import find, read_index, step_folder
+from .store import find, read_index, saved_steps, step_folder
 from .tensorfile import TensorFile, verify_blocks
 
 __all__ = ["Loaded", "load"]
@@ -71,16 +71,9 @@ def load(
     earlier checkpoints can still be loaded, with `step`), PhaseError in the middle of a microbatch.
     """
     root = Path(folder).absolute()
-    error: Exception | None = None
-    chosen = None
-    try:
-        model.require_resting("load()")
-        if model.rank == 0:
-            chosen = int(find(root, step).name.rpartition("-")[2])
-    except Exception as caught:
-        error = caught
-    chosen = agree(model.comm, error, chosen)[0]
+    chosen = _chosen_step(root, model, step)
     path = step_folder(root, chosen)
+    error: Exception | None = None
     restored = None
     try:
         index = read_index(path)
@@ -93,7 +86,7 @@ def load(
             opt.restore(index.optimizer)
             restored = before
     except Exception as caught:
-        error = caught
+        error = _with_remedy(caught, root, chosen)
     try:
         agree(model.comm, error)
     except Exception:
@@ -121,6 +114,39 @@ def load(
         index.version,
         tuple(fresh),
     )
+
+
+def _chosen_step(root: Path, model: ShardedModel, step: int | None) -> int:
+    """The step that rank 0 finds. All ranks must ask for the same."""
+    error: Exception | None = None
+    chosen = None
+    try:
+        model.require_resting("load()")
+        if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
+            raise TypeError(f"load: step={step!r}; expected a number, or None for the newest")
+        if model.rank == 0:
+            chosen = find(root, step)
+    except Exception as caught:
+        error = caught
+    told = agree(model.comm, error, [step, chosen])
+    for rank, (theirs, _) in enumerate(told):
+        if theirs != told[0][0]:
+            raise ValueError(
+                f"load: step differs between ranks: {told[0][0]} on rank 0, {theirs} on rank {rank}; pass "
+                "the same on all"
+            )
+    return int(told[0][1])
+
+
+def _with_remedy(error: Exception, root: Path, step: int) -> Exception:
+    """A damaged checkpoint's error, with the step to go back to."""
+    if type(error) is not CheckpointError:
+        return error
+    before = [each for each in saved_steps(root) if each < step]
+    remedy = f"load(..., step={before[-1]}) loads the one before" if before else "there is none before it"
+    found = CheckpointError(f"{error}; {remedy}")
+    found.__cause__ = error
+    return found
 
 
 def _check_optimizer(index: Index, model: ShardedModel, opt: SavedOptimizer, path: Path) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pynccl._version import __version__
+from pynccl import __version__
 
 from .agreement import CheckpointError, agree
 from .engine import PhaseError, ShardedModel
@@ -68,7 +68,8 @@ def save(
     """Save model, optimizer, random generators and your own state as `folder`/step-00000012. Collective.
 
     folder
-        One that all ranks can see. Earlier checkpoints in it stay as they are.
+        One that all ranks can see, and that no other run saves to: what looks like the rest of a killed save
+        is removed.
     step
         The number of this checkpoint; by default `opt.steps`.
     user
@@ -79,7 +80,8 @@ def save(
     keep_last
         After this one is complete, remove older ones, so that `keep_last` remain.
     overwrite
-        Replace a checkpoint of the same step; else FileExistsError.
+        Replace a checkpoint of the same step; else FileExistsError. The old one is there until the new one is
+        complete, but for the moment between two renames.
 
     Saved are the master weights, in their own dtype. It is all there once the folder has its name: written
     beside it, flushed to the disk and renamed at the end. Returns the folder.

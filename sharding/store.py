@@ -44,8 +44,8 @@ def saved_steps(folder: str | os.PathLike[str]) -> list[int]:
     return sorted(int(match[1]) for each, match in matches if match and (each / INDEX).is_file())
 
 
-def find(folder: Path, step: int | None) -> Path:
-    """The folder of the checkpoint of that step, or of the newest. NoCheckpointError lists what there is."""
+def find(folder: Path, step: int | None) -> int:
+    """The step of the newest checkpoint, or `step` if it is there. NoCheckpointError lists what there is."""
     steps = saved_steps(folder)
     if step is None and steps:
         step = steps[-1]
@@ -53,7 +53,7 @@ def find(folder: Path, step: int | None) -> Path:
         what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
         there = f"there are those of steps {', '.join(map(str, steps))}" if steps else "there is none at all"
         raise NoCheckpointError(f"{folder} has {what}; {there}")
-    return step_folder(folder, step)
+    return step
 
 
 def step_folder(folder: Path, step: int) -> Path:

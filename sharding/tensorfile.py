@@ -130,7 +130,9 @@ def to_host(array: Any) -> np.ndarray:
     """A NumPy array itself; a copy of a CuPy array, by its bytes: NumPy knows dtypes that CuPy does not."""
     if isinstance(array, np.ndarray):
         return array
-    return array.view("uint8").get().view(array.dtype)
+    if not array.size:
+        return np.empty(array.shape, array.dtype)
+    return array.reshape(-1).view("uint8").get().view(array.dtype).reshape(array.shape)
 
 
 def write_tensors(

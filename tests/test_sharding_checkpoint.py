@@ -571,6 +571,8 @@ def test_where_there_is_no_checkpoint_the_error_lists_what_there_is(at_three: Pa
             load(tmp_path / "nowhere", model, opt)
         with pytest.raises(NoCheckpointError, match="of step 5; there are those of steps 3"):
             load(at_three, model, opt, step=5)
+        with pytest.raises(ValueError, match="step differs between ranks: 3 on rank 0, 2 on rank 1"):
+            load(at_three, model, opt, step=3 - comm.rank)
 
     run_ranks(2, rank, library="host")
 
@@ -630,6 +632,7 @@ def test_a_damaged_file_is_named_on_every_rank_and_the_checkpoint_before_it_stil
             with pytest.raises(CheckpointError) as caught:
                 load(tmp_path / "c", model, optimizer)
             assert str(culprit) in str(caught.value)
+            assert str(caught.value).endswith("load(..., step=3) loads the one before")
         assert_unchanged(state_of(model, opt), before)
         assert load(tmp_path / "c", model, opt, step=3).step == 3
         return state_of(model, opt)
@@ -708,6 +711,53 @@ def test_an_error_while_one_rank_writes_is_an_error_on_all_and_leaves_nothing(
 
     run_ranks(3, rank, library="host")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("way", ["save", "save_async"])
+def test_all_is_on_the_disk_before_the_folder_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    def rank(comm: Any) -> list[tuple[str, str]]:
+        model, opt = make(comm)
+        seen: list[tuple[str, str]] = []
+        fsync, rename = os.fsync, Path.rename
+
+        def watched_fsync(descriptor: int) -> None:
+            seen.append(("on the disk", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+            fsync(descriptor)
+
+        def watched_rename(self: Path, target: Path) -> Path:
+            if target.suffix != ".marker":
+                seen.append(("renamed", target.name))
+            return rename(self, target)
+
+        monkeypatch.setattr(os, "fsync", watched_fsync)
+        monkeypatch.setattr(Path, "rename", watched_rename)
+        if way == "save":
+            save(tmp_path, model, opt)
+        else:
+            save_async(tmp_path, model, opt).wait()
+        return seen
+
+    first, second = run_ranks(2, rank, library="host")
+    assert second == [("on the disk", "rank-00001-of-00002.safetensors")]
+    file, index, folder, renamed, parent = first
+    assert file == ("on the disk", "rank-00000-of-00002.safetensors")
+    assert index == ("on the disk", "index.json")
+    assert folder[1].startswith(".step-00000000.") and renamed == ("renamed", "step-00000000")
+    assert parent == ("on the disk", tmp_path.name)
+
+
+def test_ranks_that_are_threads_save_and_load_too(tmp_path: Path) -> None:
+    def rank(comm: Any) -> Any:
+        model, opt = make(comm)
+        train(model, opt, 3)
+        save_async(tmp_path, model, opt).wait()
+        train(model, opt, 2)
+        load(tmp_path, model, opt)
+        return state_of(model, opt)
+
+    assert_same(joined(run_ranks(3, rank, library="host", processes=False)), reference(3))
 
 
 # --- killed in the middle -----------------------------------------------------------------------------------
