@@ -58,7 +58,7 @@ def grad_norm(model: ShardedModel, p: float) -> float:
                 model.mesh.reduce.all_reduce(local, op="max" if math.isinf(p) else "sum")
             model.counters.count("all_reduce", 8, model.shard_size)
         total = float(local[0])
-        norm = total if math.isinf(p) else total ** (1 / p)
+        norm = total if math.isinf(p) else math.sqrt(total) if p == 2 else total ** (1 / p)
     model._norm = (p, norm)
     return norm
 

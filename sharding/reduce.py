@@ -63,19 +63,24 @@ class Reducer:
             unit.grad_slot = ring.take()
             for shard, flat in zip(unit.trainable, self._whole(unit), strict=True):
                 flat[0 if zero else shard.group.numel :] = 0
-        self.reopen(unit)
+        unit.written = False
 
-    def reopen(self, unit: Unit) -> None:
-        """Views of the gradients for the user; names that are tied get arrays of their own."""
+    def open(self, unit: Unit) -> None:
+        """Arrays for the user to write gradients into: views where nothing is yet, else zeros, to be added.
+
+        Names that are tied are always added; so is all of the root unit when it is opened again.
+        """
         views: dict[str, Any] = {}
-        for shard, flat in zip(unit.trainable, self._whole(unit), strict=True):
-            views.update(views_of(shard.group, flat))
-        unit.tied_grads = {
+        if not unit.written:
+            for shard, flat in zip(unit.trainable, self._whole(unit), strict=True):
+                views.update(views_of(shard.group, flat))
+        unit.added_grads = {
             name: self._zeros_like(unit.owner(name))
             for name in unit.shown
             if name not in views and self.model.is_trainable(unit.owner(name))
         }
-        unit.grads = views | unit.tied_grads
+        unit.grads = views | unit.added_grads
+        unit.written = True
 
     def _zeros_like(self, owner: str) -> Any:
         entry, shard = self.model.entry_of(owner)
@@ -87,21 +92,22 @@ class Reducer:
             return []
         return unit.grad_slot.arrays(("grads", unit.name), padded_shapes(unit.trainable, "reduce"))
 
-    def add_tied(self, unit: Unit) -> None:
-        """Add what was written under tied names to their owners' gradients."""
-        for name, array in unit.tied_grads.items():
+    def close(self, unit: Unit) -> None:
+        """Add what the user wrote into arrays of its own to the gradients where they lie."""
+        for name, array in unit.added_grads.items():
             owner = unit.owner(name)
             home = self.model.home_of(owner)
+            home.written = True
             for shard, flat in zip(home.trainable, self._whole(home), strict=True):
                 views = views_of(shard.group, flat)
                 if owner in views:
                     views[owner][...] += array
-        unit.tied_grads = {}
+        unit.grads, unit.added_grads = None, {}
 
     def finish(self, unit: Unit, sync: bool) -> None:
         """The unit's gradients are written: accumulate them whole, or start their reduction."""
         slot, whole = unit.grad_slot, self._whole(unit)
-        unit.grad_slot, unit.grads = None, None
+        unit.grad_slot = None
         if slot is None:
             return
         if self.model.shard_size == 1:
@@ -208,7 +214,7 @@ class Reducer:
         for unit in self.model.all_units:
             if unit.grad_slot is not None:
                 self._ring_of(unit).give(unit.grad_slot)
-            unit.grad_slot, unit.grads, unit.tied_grads = None, None, {}
+            unit.grad_slot, unit.grads, unit.added_grads = None, None, {}
 
     def forget(self) -> None:
         """Nothing accumulated counts any more."""

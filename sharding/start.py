@@ -14,7 +14,6 @@ import numpy as np
 
 from .agreement import agree
 from .build import Fill, from_arrays, from_broadcast, from_init
-from .comm import Comm
 from .engine import ShardedModel
 from .inputs import compare_lines, compare_values, frozen_owners, read_leaves, tied_names
 from .layout import ROOT, Layout, Spec, Units, assign, by_size, matcher, plan
@@ -74,8 +73,8 @@ def fully_shard(
 
     Raises ValueError or TypeError on every rank, naming the parameter and the remedy, with nothing changed.
     """
-    if not isinstance(comm, Comm):
-        missing = [name for name in _PROTOCOL if not hasattr(comm, name)]
+    missing = [name for name in _PROTOCOL if not hasattr(comm, name)]
+    if missing:
         raise TypeError(
             f"fully_shard: comm={comm!r} lacks {', '.join(missing)}; pass pynccl.init(), or any communicator "
             "with the protocol of sharding.Comm"

@@ -95,10 +95,12 @@ class Unit:
     weights: Weights | None = None
     """The whole weights while somebody uses them, or is about to."""
     grads: dict[str, Any] | None = None
-    """Views of the gradients being written, by name."""
+    """The gradients being written, by the user's name."""
     grad_slot: Slot | None = None
-    tied_grads: dict[str, Any] = field(default_factory=dict)
-    """Gradients being written under names that are tied."""
+    added_grads: dict[str, Any] = field(default_factory=dict)
+    """Those of them that are no views of the whole gradients, and will be added to them."""
+    written: bool = False
+    """Something may be in the whole gradients of this microbatch."""
     part: list[Any] | None = None
     """With reshard_after_forward=k: this rank's 1/k of the gathered weights, from forward to backward."""
 
@@ -221,6 +223,10 @@ class Unit:
                 views[name] = home.own_weight_views()[owner]
         return views
 
+    def as_tree(self, leaves: dict[str, Any]) -> Any:
+        """The tree that `forward` gives, with these leaves (by the user's name) in place of the weights."""
+        return fill(self._skeleton, leaves)
+
     def own_weight_views(self) -> dict[str, Any]:
         """Whole weights of the parameters whose memory is this unit's."""
         weights = self.weights
@@ -233,7 +239,7 @@ class Unit:
         return weights.views
 
     def gradient_views(self) -> dict[str, Any]:
-        """Gradients by the user's name; a tied name gets its own array, added to its owner's at the end."""
+        """The gradients being written, by the user's name."""
         assert self.grads is not None
         return self.grads
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .unit import Unit
 
@@ -37,11 +37,19 @@ class Walk:
         self._open: Unit | None = None
         self._forward_only = False
         self._sync = True
+        self.memo: dict[str, Any] = {}
+        """What adapters remember until the microbatch ends."""
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether this is (or the last one was) a forward pass alone."""
+        return self._forward_only
 
     @contextmanager
     def run(self, *, forward_only: bool, sync: bool) -> Iterator[None]:
         """One microbatch. What the user leaves out is made up for; an exception ends it on all ranks."""
         self._forward_only, self._sync = forward_only, sync
+        self.memo.clear()
         try:
             self._enter_forward()
             yield
@@ -179,19 +187,18 @@ class Walk:
             )
         if self.phase == FORWARD:
             self._enter_backward()
-        if unit.kept:
-            self.model.reducer.reopen(unit)
-        else:
+        if not unit.kept:
             self._pass_to(unit.position)
             self._advance()
             self._open = unit
             self.model.reducer.begin(unit, zero)
+        self.model.reducer.open(unit)
         self.model.gatherer.ready(unit)
 
     def close_backward(self, unit: Unit) -> None:
         """The backward of a unit is over: reduce its gradients, release its weights."""
         model = self.model
-        model.reducer.add_tied(unit)
+        model.reducer.close(unit)
         if not unit.kept:
             self._open = None
             model.gatherer.release(unit)
