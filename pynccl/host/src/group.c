@@ -12,7 +12,9 @@
 struct batch {
   int n;
   struct op **ops; /* owned */
+  _Atomic int references, state;
 };
+enum { BATCH_QUEUED, BATCH_RUNNING, BATCH_CANCELLED };
 
 static _Thread_local struct group {
   int depth, n, room;
@@ -64,23 +66,47 @@ static void free_ops(struct op **ops, int n) {
   free(ops);
 }
 
-static ncclResult_t run_batch(struct batch *batch, bool interruptible) {
-  const ncclResult_t result = run(batch->ops, batch->n, interruptible);
-  for (int i = 0; i < batch->n; i++) atomic_fetch_sub(&batch->ops[i]->comm->pending, 1); /* from here on the communicator may go */
+static void drop_batch(struct batch *batch) {
+  if (atomic_fetch_sub(&batch->references, 1) != 1) return;
   free_ops(batch->ops, batch->n);
   free(batch);
+}
+
+/* From here on the communicators may go. */
+static void end_batch(struct batch *batch) {
+  for (int i = 0; i < batch->n; i++) atomic_fetch_sub(&batch->ops[i]->comm->pending, 1);
+  drop_batch(batch);
+}
+
+static void discard_batch(struct batch *batch) {
+  for (int i = 0; i < batch->n; i++) op_finish(batch->ops[i], ncclSystemError);
+  end_batch(batch);
+}
+
+static ncclResult_t run_batch(struct batch *batch, bool interruptible) {
+  const ncclResult_t result = run(batch->ops, batch->n, interruptible);
+  end_batch(batch);
   return result;
 }
 
-static ncclResult_t batch_task(void *batch) { return run_batch(batch, false); }
+static ncclResult_t batch_task(void *argument) {
+  struct batch *batch = argument;
+  int queued = BATCH_QUEUED;
+  if (atomic_compare_exchange_strong(&batch->state, &queued, BATCH_RUNNING)) return run_batch(batch, false);
+  discard_batch(batch); /* whoever launched it has given up, and its buffers may be gone */
+  return ncclSuccess;
+}
 
-static void discard_batch(struct batch *batch) {
-  for (int i = 0; i < batch->n; i++) {
-    op_finish(batch->ops[i], ncclSystemError);
-    atomic_fetch_sub(&batch->ops[i]->comm->pending, 1);
-  }
-  free_ops(batch->ops, batch->n);
-  free(batch);
+/* The caller of a launched batch gives up: when this returns nothing touches the batch's buffers any more. Its communicators are broken,
+ * since the other ranks wait for what will not come; that also ends operations that run, within a millisecond or two. */
+static void cancel_batch(struct batch *batch, void *end, ncclResult_t code) {
+  char words[900];
+  int queued = BATCH_QUEUED;
+  snprintf(words, sizeof words, "%s", thread_error());
+  for (int i = 0; i < batch->n; i++) comm_break(batch->ops[i]->comm, code, "ncclGroupEnd: given up: %s", words);
+  if (!atomic_compare_exchange_strong(&batch->state, &queued, BATCH_CANCELLED))
+    while (end != NULL && pyncclEventQuery(end) == ncclInProgress) nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
+  fail(NULL, code, "%s", words);
 }
 
 static ncclResult_t own_worker(struct ncclComm *comm, void **worker) {
@@ -94,14 +120,16 @@ static ncclResult_t own_worker(struct ncclComm *comm, void **worker) {
 
 /* A batch that touches several streams runs on the first and is fenced off from the others on both sides. */
 static ncclResult_t launch_on(void *primary, struct batch *batch, bool wait) {
-  void *others[64];
+  void *others[64], *end = NULL;
   int n = 0;
-  ncclResult_t code = ncclSuccess;
-  void *end = NULL;
+  double patience = 0;
+  ncclResult_t code = pyncclEventCreate(&end);
+  if (code != ncclSuccess) goto refused;
   for (int i = 0; i < batch->n; i++) {
     void *stream = batch->ops[i]->stream;
     bool known = stream_is_default(stream) || stream == primary;
     for (int j = 0; j < n; j++) known = known || others[j] == stream;
+    if (batch->ops[i]->comm->timeout > patience) patience = batch->ops[i]->comm->timeout;
     if (known) continue;
     if (n == 64) {
       code = fail(NULL, ncclInvalidUsage, "ncclGroupEnd: a group may touch at most 65 streams");
@@ -111,15 +139,23 @@ static ncclResult_t launch_on(void *primary, struct batch *batch, bool wait) {
   }
   for (int i = 0; i < n; i++)
     if ((code = stream_join(primary, others[i])) != ncclSuccess) goto refused;
-  if (wait && (code = pyncclEventCreate(&end)) != ncclSuccess) goto refused;
-  if ((code = stream_enqueue(primary, batch_task, batch)) != ncclSuccess) goto refused;
-  batch = NULL;
+  atomic_fetch_add(&batch->references, 1);
+  for (int i = 0; i < batch->n; i++) atomic_fetch_add(&batch->ops[i]->comm->users, 1); /* they must outlast our own look at them */
+  code = stream_enqueue(primary, batch_task, batch);
+  const bool enqueued = code == ncclSuccess;
+  if (enqueued) code = pyncclEventRecord(end, primary);
   for (int i = 0; i < n && code == ncclSuccess; i++) code = stream_join(others[i], primary);
-  if (wait && code == ncclSuccess) code = pyncclEventRecord(end, primary);
-  if (wait && code == ncclSuccess) code = pyncclEventSynchronize(end, 0);
+  /* The operations have deadlines of their own; ours is for what stands before them on the stream. */
+  if (wait && code == ncclSuccess) code = pyncclEventSynchronize(end, 3 * patience);
+  if (enqueued && code != ncclSuccess) cancel_batch(batch, end, code);
+  for (int i = 0; i < batch->n; i++) comm_leave(batch->ops[i]->comm);
+  if (!enqueued) discard_batch(batch);
+  drop_batch(batch);
+  pyncclEventDestroy(end);
+  return code;
 refused:
+  discard_batch(batch);
   if (end != NULL) pyncclEventDestroy(end);
-  if (batch != NULL) discard_batch(batch);
   return code;
 }
 
@@ -130,7 +166,7 @@ static ncclResult_t launch(struct op **ops, int n) {
   struct ncclComm *eager = NULL; /* a non-blocking communicator of the batch */
   bool on_default = false;
   if (batch == NULL) abort(); /* 16 bytes: nothing could be said or undone any more */
-  *batch = (struct batch){n, ops};
+  *batch = (struct batch){.n = n, .ops = ops, .references = 1};
   for (int i = 0; i < n; i++) {
     if (stream_is_default(ops[i]->stream))
       on_default = true;

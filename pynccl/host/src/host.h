@@ -257,8 +257,9 @@ struct op {
   size_t count, element, bytes; /* bytes = count * element: one rank's block */
   unsigned char scalar[8];
   const void *scalar_device;
-  struct ncclWindow_vidmem *window; /* put */
+  struct ncclWindow_vidmem *window; /* put: looked at when it is submitted, not when it runs */
   size_t window_offset;
+  uint64_t target; /* put: where in the peer's heap */
   int signal, context;
   ncclWaitSignalDesc_t *signals; /* wait: owned copy, freed at completion */
   int nsignals;

@@ -169,6 +169,7 @@ static ncclResult_t one_sided(ncclComm_t handle, const char *call, struct op *op
       code = fail(comm, ncclInvalidArgument, "%s: localbuff is NULL", call);
       goto out;
     }
+    op->target = op->window->parts[op->root].at + op->window_offset; /* the window itself may be gone when the put runs */
   }
   code = submit(op);
 out:
@@ -232,13 +233,12 @@ enum progress signal_progress(struct op *op) {
 
 enum progress put_progress(struct op *op) {
   struct ncclComm *comm = op->comm;
-  const struct part *part = &op->window->parts[op->root];
   char *heap = comm_peer_heap(comm, op->root);
   if (heap == NULL) {
     comm_break(comm, ncclSystemError, "put: %s", thread_error());
     return op_finish(op, ncclSystemError);
   }
-  if (op->bytes > 0) memcpy(heap + part->at + op->window_offset, op->send, op->bytes);
+  if (op->bytes > 0) memcpy(heap + op->target, op->send, op->bytes);
   raise_signal(op);
   return op_finish(op, ncclSuccess);
 }
