@@ -224,7 +224,7 @@ def test_a_tied_parameter_has_one_storage_and_the_sum_of_both_gradients(n: int) 
 @each_n
 def test_dtypes_mixed_in_a_unit_are_kept(n: int) -> None:
     def rank(comm: Any) -> None:
-        params = {
+        params: dict[str, Any] = {
             "wide": np.arange(5, dtype=np.float32),
             "half": np.arange(7, dtype=np.float16),
             "brain": np.arange(3).astype(ml_dtypes.bfloat16),
@@ -475,7 +475,7 @@ def test_delays_before_every_collective_and_step_change_no_result(n: int) -> Non
         random = np.random.default_rng(comm.rank)
 
         def pause() -> float:
-            return float(random.choice([0.0, 0.002]))
+            return float(random.integers(2)) * 0.002
 
         for way in ways(n).values():
             params = chain()
