@@ -179,7 +179,8 @@ class Walk:
             raise PhaseError(f"{call} inside evaluate(), which is a forward pass alone; use microbatch()")
         if self.phase == FORWARD and self._next == 0 and self.model.units:
             raise PhaseError(f"{call} before any forward(); run the forward pass first")
-        self._check_closed(call)
+        if self.phase == FORWARD or not unit.kept:
+            self._check_closed(call)
         if self.phase == BACKWARD and not unit.kept and unit.position > self._next:
             raise PhaseError(
                 f"{call}: this microbatch has passed the unit already and expects {self._expected()}; open "

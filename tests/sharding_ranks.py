@@ -265,7 +265,7 @@ class _World:
 
     def leave(self, rank: int) -> None:
         with self._condition:
-            self._left = rank
+            self._left = rank if self._left is None else self._left
             self._condition.notify_all()
 
     def child(self, number: int, color: int) -> _World:

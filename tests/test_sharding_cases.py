@@ -6,6 +6,7 @@ test_sharding_checkpoint.py.
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -400,7 +401,7 @@ def test_small_float16_gradients_survive_a_reduction_in_float32(n: int) -> None:
 def test_gather_narrow_compute_wide_reduce_wide(n: int) -> None:
     def rank(comm: Any) -> None:
         precision = MixedPrecision(param="float32", gather="bfloat16", reduce="float32")
-        params = {"w": np.float32([1, 1 + 2.0**-10, 3, -5])}
+        params = {"w": np.array([1, 1 + 2.0**-10, 3, -5], np.float32)}
         for way in ways(n).values():
             with fully_shard(params, comm, precision=precision, reduce_op="sum", **way) as model:
                 with model.microbatch():
@@ -475,7 +476,7 @@ def test_delays_before_every_collective_and_step_change_no_result(n: int) -> Non
         random = np.random.default_rng(comm.rank)
 
         def pause() -> float:
-            return float(random.integers(2)) * 0.002
+            return 0.002 * int(random.integers(2))
 
         for way in ways(n).values():
             params = chain()
@@ -617,7 +618,8 @@ def test_an_exception_on_one_rank_is_an_error_that_names_it_on_the_others(n: int
     *others, mine = host(n, rank)
     assert mine == "'mine'"
     for said in others:
-        assert f"rank {n - 1} has aborted its communicator" in said
+        assert re.search("rank . has aborted its communicator", said)
+        assert n > 2 or "rank 1" in said  # with more, one that was told may have left before the first
 
 
 @pytest.mark.parametrize("n", RANKS[1:])
