@@ -169,13 +169,12 @@ def compare_lines(comm: Any, lines: Sequence[str], what: str) -> None:
     if len(set(digests)) == 1:
         return
     everybody = comm.all_gather_object(list(lines))
-    for rank, theirs in enumerate(everybody):
-        for at in range(max(len(theirs), len(everybody[0]))):
-            first = everybody[0][at] if at < len(everybody[0]) else "nothing more"
-            other = theirs[at] if at < len(theirs) else "nothing more"
-            if first != other:
+    for at in range(max(len(theirs) for theirs in everybody)):
+        here = [theirs[at] if at < len(theirs) else "nothing more" for theirs in everybody]
+        for rank, line in enumerate(here):
+            if line != here[0]:
                 raise ValueError(
-                    f"{what}: the ranks differ: rank 0 has {first}, and rank {rank} has {other}; give all "
+                    f"{what}: the ranks differ: rank 0 has {here[0]}, and rank {rank} has {line}; give all "
                     "ranks the same"
                 )
 

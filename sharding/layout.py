@@ -127,13 +127,18 @@ class Layout:
         """Elements of all parameters, without padding."""
         return sum(group.numel for unit in self.units for group in unit.groups)
 
+    def described(self) -> dict[str, str]:
+        """name -> a line that says all there is about that parameter, tied names included."""
+        found = {}
+        for unit, index, entry in self.parameters():
+            group = unit.groups[index]
+            kind = "trainable" if group.trainable else "frozen"
+            found[entry.name] = f"{entry.name} {list(entry.shape)} {group.dtype} {kind} in unit {unit.name}"
+        return found | {alias: f"{alias} tied to {owner}" for alias, owner in self.aliases}
+
     def lines(self) -> list[str]:
         """One line a parameter, in order: equal on all ranks, or the first that differs is the culprit."""
-        return [
-            f"{entry.name} {list(entry.shape)} {unit.groups[index].dtype} "
-            f"{'trainable' if unit.groups[index].trainable else 'frozen'} in unit {unit.name}"
-            for unit, index, entry in self.parameters()
-        ] + [f"{alias} tied to {owner}" for alias, owner in self.aliases]
+        return list(self.described().values())
 
     def digest(self) -> str:
         """A hash of all of it, as 16 hexadecimal digits."""

@@ -234,8 +234,9 @@ class Setup:
         )
 
     def lines(self) -> list[str]:
-        """What must be equal on all ranks, for `compare_lines`."""
+        """What must be equal on all ranks, for `compare_lines`: parameters in the user's order, settings."""
         settings = {
+            "units": [unit.name for unit in self.layout.units],
             "strategy": self.strategy.name,
             "mesh": (self.mesh.replicate_size, self.mesh.shard_size),
             "precision": self.precision,
@@ -244,7 +245,9 @@ class Setup:
             "broadcast_from": self.broadcast_from,
             "arrays of": type(self.sample).__module__.partition(".")[0],
         }
-        return self.layout.lines() + [f"{key} {value}" for key, value in settings.items()]
+        described = self.layout.described()
+        parameters = [described[name] for name in self.names]
+        return parameters + [f"{key} {value}" for key, value in settings.items()]
 
 
 def _place(
