@@ -1,4 +1,4 @@
-"""The collectives and point-to-point calls of a Communicator. All of them go through ``_run`` and ``issue``.
+"""The collectives and point-to-point calls of a Communicator. All of them go through ``_run`` and ``_issue``.
 
 The signatures are written out for readers and editors; what each call does to shapes, ranks and memory is a
 row of ``operations.OPERATIONS``, and the checks are ``operations.plan``.
@@ -59,7 +59,7 @@ class Collectives(Core):
             else:
                 code = self._all_reduce(address, address, x.size, dtype, code, self._handle, None)
                 if code:
-                    self.settle(code, "all_reduce (ncclAllReduce)", x)
+                    self._settle(code, "all_reduce (ncclAllReduce)", x)
                 return x
         return self._run(ALL_REDUCE, x, out, op, None, stream, algorithm)
 
@@ -141,10 +141,10 @@ class Collectives(Core):
 
     def barrier(self, *, stream: Any = None) -> None:
         """Return when every rank has called it (on a GPU: after waiting for the stream)."""
-        self.check_open("barrier")
-        planned = plan(ALL_REDUCE, self._get_token(), None, "max", None, self.place)
+        self._check_open("barrier")
+        planned = plan(ALL_REDUCE, self._get_token(), None, "max", None, self._place)
         function, arguments = self._call(ALL_REDUCE, planned, None, None)
-        queue, handle = self.issue(f"barrier ({function})", function, arguments, stream, planned)
+        queue, handle = self._issue(f"barrier ({function})", function, arguments, stream, planned)
         if current.group is not None:
             return  # it is made when the group ends, and takes effect on the stream
         if queue is not None:
@@ -178,7 +178,7 @@ class Collectives(Core):
         what = OPERATIONS.get(call)
         if what is None:
             raise ValueError(f"prepare: {call!r} is not a collective; use one of {', '.join(OPERATIONS)}")
-        self.check_open(f"prepare({call!r})")
+        self._check_open(f"prepare({call!r})")
         planned = self._plan(what, x, out, op, root)
         function, arguments = self._call(what, planned, root if what.rooted else None, algorithm)
         queue, handle, hold = self._where(what.name, stream, planned)
@@ -192,7 +192,7 @@ class Collectives(Core):
         Each rank may have its own factor. Free it with ``destroy()`` or a ``with`` block, or leave it to the
         end of the communicator.
         """
-        self.check_open("premul_sum")
+        self._check_open("premul_sum")
         return PreMulSum(self, scalar, dtype)
 
     # --- the one path ---------------------------------------------------------------------------------------
@@ -200,21 +200,21 @@ class Collectives(Core):
     def _run(
         self, what: Operation, x: Any, out: Any, op: Any, root: int | None, stream: Any, algorithm: str | None
     ) -> Any:
-        self.check_open(what.name)
+        self._check_open(what.name)
         planned = self._plan(what, x, out, op, root)
         function, arguments = self._call(what, planned, root, algorithm)
-        self.issue(f"{what.name} ({function})", function, arguments, stream, planned)
+        self._issue(f"{what.name} ({function})", function, arguments, stream, planned)
         return planned.result
 
     def _message(self, call: str, function: str, x: Any, peer: int, stream: Any, *, writes: bool) -> Any:
-        self.check_open(call)
+        self._check_open(call)
         peer = check_rank(call, "peer", peer, self.size)
-        planned = plan_message(call, x, self.place, writes=writes)
+        planned = plan_message(call, x, self._place, writes=writes)
         arguments = (planned.send, planned.elements, planned.dtype, peer, self._handle)
-        self.issue(f"{call} ({function})", function, arguments, stream, planned)
+        self._issue(f"{call} ({function})", function, arguments, stream, planned)
         return planned.result if writes else None
 
-    def issue(
+    def _issue(
         self, call: str, function: str, arguments: tuple[Any, ...], stream: Any, planned: Plan
     ) -> tuple[Stream | None, int | None]:
         """Make the library's call, now or with the group; keep its arrays alive. Returns where it runs.
@@ -233,7 +233,7 @@ class Collectives(Core):
             if code or queue is not None or hold:
                 self._after(code, call, planned, queue, handle, hold)
         else:
-            current.group.add(
+            current.group._add(
                 Deferred(
                     library=self.library,
                     comm=self,
@@ -250,9 +250,9 @@ class Collectives(Core):
         self, code: int, call: str, planned: Plan, queue: Stream | None, handle: int | None, hold: bool
     ) -> None:
         if code:
-            self.settle(code, call, planned.buffers)
+            self._settle(code, call, planned.buffers)
         if queue is not None:
-            queue.flight.hold(planned.buffers)
+            queue._flight.hold(planned.buffers)
         elif hold:
             gpu_flight.hold(handle or 0, planned.buffers)
 
@@ -261,10 +261,10 @@ class Collectives(Core):
             root = check_rank(what.name, "root", root, self.size)
         if what.reduces:
             if isinstance(op, PreMulSum):
-                op.check_comm(what.name, self)
+                op._check_comm(what.name, self)
             else:
                 op = operation_name(what.name, op)
-        return plan(what, x, out, op, root, self.place)
+        return plan(what, x, out, op, root, self._place)
 
     def _call(
         self, what: Operation, planned: Plan, root: int | None, algorithm: str | None

@@ -55,7 +55,7 @@ class Communicator(Objects, OneSided, Derivation):
         rank = check_rank("Communicator", "rank", rank, nranks)
         uid = unique_id if isinstance(unique_id, UniqueId) else UniqueId.from_bytes(unique_id)
         self._begin(load(library), rank, nranks, timeout, name, config)
-        lib, packed, given = self.library, uid.as_struct(), self._config
+        lib, packed, given = self.library, uid._as_struct(), self._config
 
         def make(box: Any) -> int:
             if given is None:
@@ -96,7 +96,7 @@ class Communicator(Objects, OneSided, Derivation):
             with comms[0]._deadline():
                 code = lib.ncclCommInitAll(handles, n, ordinals)
             if code:
-                comms[0].fail(code, call)
+                comms[0]._fail(code, call)
         except BaseException:
             for comm in comms:
                 comm._not_made()

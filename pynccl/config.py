@@ -37,7 +37,7 @@ class UniqueId:
         """The id that ``bytes(uid)`` was taken from. InvalidArgumentError unless it is 128 bytes."""
         return cls(data)
 
-    def as_struct(self) -> ncclUniqueId:
+    def _as_struct(self) -> ncclUniqueId:
         return ncclUniqueId.from_buffer_copy(self._data)
 
     def __bytes__(self) -> bytes:

@@ -46,7 +46,7 @@ class Core:
     """The CUDA device (NCCL); None for the host library."""
     on_gpu: bool
     """Whether calls take arrays in GPU memory."""
-    place: Place
+    _place: Place
     """Rank, size and device together: what the checks of a call look at."""
     _handle: int | None
     _ended: str | None
@@ -54,7 +54,7 @@ class Core:
     @property
     def handle(self) -> int:
         """The ``ncclComm_t``, for other code that speaks NCCL. InvalidUsageError after the end."""
-        self.check_open("handle")
+        self._check_open("handle")
         assert self._handle is not None
         return self._handle
 
@@ -97,7 +97,7 @@ class Core:
             time.sleep(pause)  # NCCL has nothing to wait on, only this question
             pause = min(2 * pause, 1e-2)
         if code:
-            self.fail(code, "wait (ncclCommGetAsyncError)")
+            self._fail(code, "wait (ncclCommGetAsyncError)")
         self._in_progress.clear()
         if self._handle is None:
             self._complete()
@@ -110,7 +110,7 @@ class Core:
         state = ctypes.c_int()
         code = self.library.ncclCommGetAsyncError(source, ctypes.byref(state))
         if code:
-            self.fail(code, f"{call} (ncclCommGetAsyncError)")
+            self._fail(code, f"{call} (ncclCommGetAsyncError)")
         if state.value == 0 and not self._box.value:
             return Result.IN_PROGRESS
         try:
@@ -122,8 +122,8 @@ class Core:
 
     def finalize(self) -> None:
         """Flush all work; no new call may be made. Every rank calls it. ``destroy`` still has to follow."""
-        self.check_open("finalize")
-        self.settle(self.library.ncclCommFinalize(self._handle), "finalize (ncclCommFinalize)")
+        self._check_open("finalize")
+        self._settle(self.library.ncclCommFinalize(self._handle), "finalize (ncclCommFinalize)")
 
     def destroy(self) -> None:
         """Free the communicator, after its work. Every rank should call it. Doing it twice is fine."""
@@ -135,7 +135,7 @@ class Core:
             owned.destroy()
         if not self._blocking:
             # Only a finalized communicator can be destroyed without waiting inside the library.
-            self.settle(self.library.ncclCommFinalize(self._handle), "destroy (ncclCommFinalize)")
+            self._settle(self.library.ncclCommFinalize(self._handle), "destroy (ncclCommFinalize)")
             self.wait()
         self._free(self.library.ncclCommDestroy, "destroyed", "destroy (ncclCommDestroy)")
 
@@ -149,8 +149,8 @@ class Core:
 
     def revoke(self) -> None:
         """Stop all running calls; only destroy, abort, split and shrink may follow (``ncclCommRevoke``)."""
-        self.check_open("revoke")
-        self.settle(self.library.ncclCommRevoke(self._handle, 0), "revoke (ncclCommRevoke)")
+        self._check_open("revoke")
+        self._settle(self.library.ncclCommRevoke(self._handle, 0), "revoke (ncclCommRevoke)")
 
     def __enter__(self: Self) -> Self:
         self._check_not_ended("with")
@@ -186,16 +186,16 @@ class Core:
         """From now on every use is an error that says ``ended``."""
         self._ended, self._handle = ended, None
         for owned in self._owned:
-            owned.invalidate()  # it went with the communicator
+            owned._invalidate()  # it went with the communicator
         for prepared in list(self._prepared):
-            prepared.invalidate()
+            prepared._invalidate()
         self._owned.clear()
         _live.discard(self)
         _boxes.pop(id(self._box), None)
 
     # --- for the other parts --------------------------------------------------------------------------------
 
-    def check_open(self, call: str) -> None:
+    def _check_open(self, call: str) -> None:
         """Raise unless calls can be made now."""
         if self._handle is not None:
             return
@@ -212,17 +212,17 @@ class Core:
             comm_name=self.name,
         )
 
-    def settle(self, code: int, call: str, keep: Any = None) -> None:
+    def _settle(self, code: int, call: str, keep: Any = None) -> None:
         """Judge a result code: success; in progress (``keep`` lives until that is over); or an error."""
         if not code:
             return
         if code != Result.IN_PROGRESS:
-            self.fail(code, call)
+            self._fail(code, call)
         self._in_progress.append(keep)
         if self._waits_by_itself:
             self.wait()
 
-    def fail(self, code: int, call: str) -> NoReturn:
+    def _fail(self, code: int, call: str) -> NoReturn:
         """Raise the error of a failed call, or what a signal handler raised if that ended the wait."""
         interrupts.reraise()
         if code == Result.INVALID_ARGUMENT:
@@ -233,11 +233,11 @@ class Core:
         check(self.library, code, call, comm=handle, rank=rank, comm_name=self.name)
         raise AssertionError(f"{call}: code {code} is no failure")
 
-    def own(self, thing: Any) -> None:
-        """``thing`` is destroyed before the communicator is, or goes with it (``invalidate``)."""
+    def _own(self, thing: Any) -> None:
+        """``thing`` is destroyed before the communicator is, or goes with it (``_invalidate``)."""
         self._owned[thing] = None
 
-    def disown(self, thing: Any) -> None:
+    def _disown(self, thing: Any) -> None:
         self._owned.pop(thing, None)
 
     @property
@@ -268,7 +268,7 @@ class Core:
         self._ended = "never made"
         self.library, self.rank, self.size, self.name = lib, rank, size, name
         self.device, self.on_gpu = None, lib.kind != "host"
-        self.place = Place(rank, size, self.on_gpu, None)
+        self._place = Place(rank, size, self.on_gpu, None)
         self._handle = None
         self._box = ctypes.c_void_p()
         self._parent: Core | None = None
@@ -305,12 +305,12 @@ class Core:
                 return make(pointer)
 
         if current.group is not None:
-            current.group.add(Deferred(self.library, None, call, create, self._made, self._not_made, self))
+            current.group._add(Deferred(self.library, None, call, create, self._made, self._not_made, self))
             return
         try:
             code = create()
             if code not in (0, Result.IN_PROGRESS):
-                self.fail(code, call)
+                self._fail(code, call)
             self._made(code)
         except BaseException:
             self._not_made()
@@ -346,7 +346,7 @@ class Core:
         self.size = self._ask(lib.ncclCommCount)
         if self.on_gpu:
             self.device = self._ask(lib.ncclCommCuDevice)
-        self.place = Place(self.rank, self.size, self.on_gpu, self.device)
+        self._place = Place(self.rank, self.size, self.on_gpu, self.device)
         self._all_reduce = lib.ncclAllReduce
         self._opened()
 
@@ -355,7 +355,7 @@ class Core:
 
     def _ask(self, function: Any) -> int:
         value = ctypes.c_int()
-        self.settle(function(self._handle, ctypes.byref(value)), f"Communicator ({function.__name__})")
+        self._settle(function(self._handle, ctypes.byref(value)), f"Communicator ({function.__name__})")
         return value.value
 
     @contextlib.contextmanager

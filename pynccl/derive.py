@@ -38,7 +38,7 @@ class Derivation(Core):
         ``color=None`` takes part and joins none: the result is None. Every rank calls it.
         """
         call = "split (ncclCommSplit)"
-        self.check_open(call)
+        self._check_open(call)
         number = _NO_COLOR if color is None else integer("split", "color", color)
         order = integer("split", "key", key)
         if color is not None and number < 0:
@@ -72,7 +72,7 @@ class Derivation(Core):
         in them.
         """
         call = "shrink (ncclCommShrink)"
-        self.check_open(call)
+        self._check_open(call)
         ranks = sorted({check_rank("shrink", "exclude", rank, self.size) for rank in exclude})
         if not ranks:
             raise InvalidArgumentError("shrink: exclude is empty; name at least one rank, or use split")
@@ -93,9 +93,9 @@ class Derivation(Core):
 
     def growth_id(self) -> UniqueId:
         """The id that new ranks ``join`` with; of the old ranks only this one passes it to ``grow``."""
-        self.check_open("growth_id")
+        self._check_open("growth_id")
         made = ncclUniqueId()
-        self.settle(
+        self._settle(
             self.library.ncclCommGetUniqueId(self._handle, ctypes.byref(made)),
             "growth_id (ncclCommGetUniqueId)",
         )
@@ -114,14 +114,14 @@ class Derivation(Core):
         The rank that made the id with ``growth_id`` passes it, the others pass None.
         """
         call = "grow (ncclCommGrow)"
-        self.check_open(call)
+        self._check_open(call)
         nranks = integer("grow", "nranks", nranks)
         if nranks <= self.size:
             raise InvalidArgumentError(
                 f"grow: nranks={nranks} must be more than the {self.size} ranks there are"
             )
         child = _child(self, name, config)
-        uid = unique_id.as_struct() if unique_id is not None else None
+        uid = unique_id._as_struct() if unique_id is not None else None
         child._create(call, _grow(child, self._handle, nranks, uid, -1))
         return child
 
@@ -141,7 +141,7 @@ class Derivation(Core):
         rank = check_rank("join", "rank", rank, nranks)
         comm = cls.__new__(cls)
         comm._begin(load(library), rank, nranks, timeout, name, config)
-        comm._create("join (ncclCommGrow)", _grow(comm, None, nranks, unique_id.as_struct(), rank))
+        comm._create("join (ncclCommGrow)", _grow(comm, None, nranks, unique_id._as_struct(), rank))
         return comm
 
 

@@ -45,15 +45,15 @@ class Group:
     """The calls collected so far. ``estimated_time`` (microseconds) is there after a simulated group."""
 
     def __init__(self, outer: Group | None, simulate: bool) -> None:
-        self.outer, self.simulate = outer, simulate
-        self.calls: list[Deferred] = []
+        self._outer, self._simulate = outer, simulate
+        self._calls: list[Deferred] = []
         self.estimated_time: float | None = None
 
-    def add(self, call: Deferred) -> None:
-        self.calls.append(call)
+    def _add(self, call: Deferred) -> None:
+        self._calls.append(call)
 
     def __len__(self) -> int:
-        return len(self.calls)
+        return len(self._calls)
 
 
 def nothing() -> None:
@@ -91,20 +91,20 @@ def group(*, simulate: bool = False) -> Iterator[Group]:
         if outer is None:
             _start(opened)
         else:
-            outer.calls.extend(opened.calls)
+            outer._calls.extend(opened._calls)
     except BaseException:
-        for call in opened.calls:
+        for call in opened._calls:
             call.dropped()
         raise
 
 
 def _start(opened: Group) -> None:
     by_library: dict[int, list[Deferred]] = {}
-    for call in opened.calls:
+    for call in opened._calls:
         by_library.setdefault(id(call.library), []).append(call)
     for calls in by_library.values():
         code = _start_on(calls[0].library, calls, opened)
-        if not opened.simulate:
+        if not opened._simulate:
             for call in calls:
                 call.done(code)
 
@@ -113,7 +113,7 @@ def _start_on(library: Library, calls: list[Deferred], opened: Group) -> int:
     """Make one library's calls between GroupStart and GroupEnd; the code of the latter (0 or in progress)."""
     for call in calls:
         if call.comm is not None:
-            call.comm.check_open(call.name)  # before GroupStart: an error here must start nothing
+            call.comm._check_open(call.name)  # before GroupStart: an error here must start nothing
     check(library, library.ncclGroupStart(), "group (ncclGroupStart)")
     failed: tuple[Deferred, int] | None = None
     ended = False
@@ -124,7 +124,7 @@ def _start_on(library: Library, calls: list[Deferred], opened: Group) -> int:
                 failed = call, code
                 break
         ended = True
-        if opened.simulate and failed is None:
+        if opened._simulate and failed is None:
             info = ncclSimInfo_t.initializer()
             code = library.ncclGroupSimulateEnd(ctypes.byref(info))
             opened.estimated_time = info.estimatedTime
@@ -136,7 +136,7 @@ def _start_on(library: Library, calls: list[Deferred], opened: Group) -> int:
     if failed is not None:
         call, code = failed
         if call.comm is not None:
-            call.comm.fail(code, call.name)
+            call.comm._fail(code, call.name)
         interrupts.reraise()
         check(library, code, call.name)
     if code not in (0, 7):
@@ -145,6 +145,6 @@ def _start_on(library: Library, calls: list[Deferred], opened: Group) -> int:
         only = next(iter(comms.values())) if len(comms) == 1 else None
         names = ", ".join(dict.fromkeys(call.name for call in calls))
         if only is not None:
-            only.fail(code, f"group of {names} (ncclGroupEnd)")
+            only._fail(code, f"group of {names} (ncclGroupEnd)")
         check(library, code, f"group of {names} (ncclGroupEnd)")
     return code

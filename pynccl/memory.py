@@ -33,12 +33,12 @@ class Registered:
     _what, _undo = "register", "ncclCommDeregister"
 
     def __init__(self, comm: Core, buffer: Buffer, handle: int | None) -> None:
-        self.comm, self.buffer, self._handle = comm, buffer, handle
-        comm.own(self)
+        self.comm, self._buffer, self._handle = comm, buffer, handle
+        comm._own(self)
 
     @property
     def array(self) -> Any:
-        return self.buffer.array
+        return self._buffer.array
 
     @property
     def handle(self) -> int:
@@ -52,11 +52,11 @@ class Registered:
         handle, self._handle = self._handle, None
         if handle is None:
             return
-        self.comm.disown(self)
+        self.comm._disown(self)
         code = getattr(self.comm.library, self._undo)(self.comm.handle, handle)
-        self.comm.settle(code, f"{self._what} ({self._undo})")
+        self.comm._settle(code, f"{self._what} ({self._undo})")
 
-    def invalidate(self) -> None:
+    def _invalidate(self) -> None:
         """Its communicator has ended, and the registration with it."""
         self._handle = None
 
@@ -67,7 +67,7 @@ class Registered:
         self.destroy()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self.buffer}{' ended' if self._handle is None else ''}>"
+        return f"<{type(self).__name__} of {self._buffer}{' ended' if self._handle is None else ''}>"
 
 
 class Window(Registered):
@@ -85,7 +85,7 @@ class OneSided(Collectives):
         A NumPy array on the host library (zeroed pages that other ranks can map), a CuPy array on NCCL. The
         memory is freed when the array, and everything made of it, is gone.
         """
-        self.check_open("empty")
+        self._check_open("empty")
         axes = shape if isinstance(shape, (tuple, list)) else (shape,)
         shape = tuple(integer("empty", "each axis of shape", axis, 0) for axis in axes)
         kind = arrays.numpy_dtype("empty", dtype)
@@ -93,7 +93,7 @@ class OneSided(Collectives):
         box = ctypes.c_void_p()
         with gpu.on_device(self.device):
             code = self.library.ncclMemAlloc(ctypes.byref(box), nbytes)
-        self.settle(code, f"empty: {nbytes} bytes (ncclMemAlloc)")
+        self._settle(code, f"empty: {nbytes} bytes (ncclMemAlloc)")
         address = box.value
         assert address is not None
         if self.on_gpu:
@@ -138,31 +138,31 @@ class OneSided(Collectives):
         raised.
         """
         call, function = "put", "ncclPutSignal"
-        self.check_open(call)
+        self._check_open(call)
         peer = check_rank(call, "peer", peer, self.size)
-        buffer = view_in_place(call, "x", x, self.place)
+        buffer = view_in_place(call, "x", x, self._place)
         dtype, lanes = moved_as(buffer, self.on_gpu)
         if not isinstance(window, Window) or window.comm is not self:
             raise TypeError(
                 f"{call}: window must be a Window of this communicator (comm.register_window), not {window!r}"
             )
         start = integer(call, "offset", offset)
-        if start < 0 or start + buffer.nbytes > window.buffer.nbytes:
+        if start < 0 or start + buffer.nbytes > window._buffer.nbytes:
             raise InvalidArgumentError(
                 f"{call}: {buffer.nbytes} bytes at offset {start} do not fit a window of "
-                f"{window.buffer.nbytes} bytes"
+                f"{window._buffer.nbytes} bytes"
             )
         arguments = (
             *(buffer.address, buffer.count * lanes, dtype, peer, window.handle, start),
             *(*_which(call, signal, context), 0, self._handle),
         )
-        planned = Plan(None, None, 0, dtype, None, None, (buffer, window.buffer))
-        self.issue(f"{call} ({function})", function, arguments, stream, planned)
+        planned = Plan(None, None, 0, dtype, None, None, (buffer, window._buffer))
+        self._issue(f"{call} ({function})", function, arguments, stream, planned)
 
     def signal(self, peer: int, *, signal: int = 0, context: int = 0, stream: Any = None) -> None:
         """Raise a signal at ``peer``, after the earlier puts to it."""
         call, function = "signal", "ncclSignal"
-        self.check_open(call)
+        self._check_open(call)
         arguments = (
             check_rank(call, "peer", peer, self.size),
             *_which(call, signal, context),
@@ -182,7 +182,7 @@ class OneSided(Collectives):
     ) -> None:
         """Wait for ``count`` signals from each of ``peers``: a rank, several, or a mapping rank: count."""
         call, function = "wait_signal", "ncclWaitSignal"
-        self.check_open(call)
+        self._check_open(call)
         if isinstance(peers, Mapping):
             wanted = dict(peers)
         else:
@@ -206,11 +206,11 @@ class OneSided(Collectives):
         # token.
         token = arrays.view(call, "token", self._get_token())
         planned = Plan(None, None, 0, DataType.UINT8, None, None, (token,))
-        self.issue(f"{call} ({function})", function, arguments, stream, planned)
+        self._issue(f"{call} ({function})", function, arguments, stream, planned)
 
     def _registered(self, call: str, kind: type[Any], x: Any, flags: int | None) -> Any:
-        self.check_open(call)
-        buffer = view_in_place(call, "x", x, self.place)
+        self._check_open(call)
+        buffer = view_in_place(call, "x", x, self._place)
         if buffer.read_only:
             raise InvalidArgumentError(f"{call}: x ({buffer}) cannot be written: {buffer.read_only}")
         box = ctypes.c_void_p()
@@ -230,7 +230,7 @@ class OneSided(Collectives):
             code = self.library.ncclCommWindowRegister(
                 self._handle, buffer.address, buffer.nbytes, ctypes.byref(box), flags
             )
-        self.settle(code, f"{call} ({function})", (box, buffer))
+        self._settle(code, f"{call} ({function})", (box, buffer))
         if box.value is None:
             raise InvalidUsageError(
                 f"{call}: the library made no window for x ({buffer}): not supported between these ranks "

@@ -87,7 +87,7 @@ class Objects(Collectives):
 
 
 def _check_now(comm: Core, call: str) -> None:
-    comm.check_open(call)
+    comm._check_open(call)
     if current.busy:
         raise InvalidUsageError(
             f"{call}: it needs its result at once; call it outside pynccl.group() and `with stream:`"

@@ -222,8 +222,8 @@ def _types(what: Operation, buffer: Buffer, op: Any, on_gpu: bool) -> tuple[Data
         return *moved_as(buffer, on_gpu), None
     element = buffer.element
     if not isinstance(op, str):  # a PreMulSum, whose communicator the caller has checked
-        op.check_element(what.name, element)
-        return op.dtype, element.reduce_lanes, op.handle
+        op._check_element(what.name, element)
+        return op._dtype, element.reduce_lanes, op.handle
     code = reduction(what.name, element, op)
     assert element.reduces_as is not None
     return element.reduces_as, element.reduce_lanes, code

@@ -24,15 +24,15 @@ class PreMulSum:
         element = arrays.numpy_element(call, "dtype", arrays.numpy_dtype(call, dtype))
         if element.reduces_as is None or "sum" not in element.reductions:
             raise InvalidArgumentError(f"{call}: {element.name} cannot be summed; {element.remedy}")
-        self.comm, self.element, self.dtype = comm, element, element.reduces_as
+        self.comm, self._element, self._dtype = comm, element, element.reduces_as
         pointer, residence, self._keep = _scalar(call, scalar, element, comm)
         box = ctypes.c_int()
         code = comm.library.ncclRedOpCreatePreMulSum(
-            ctypes.byref(box), pointer, self.dtype, residence, comm.handle
+            ctypes.byref(box), pointer, self._dtype, residence, comm.handle
         )
-        comm.settle(code, f"{call} (ncclRedOpCreatePreMulSum)")
+        comm._settle(code, f"{call} (ncclRedOpCreatePreMulSum)")
         self._handle: int | None = box.value
-        comm.own(self)
+        comm._own(self)
 
     @property
     def handle(self) -> int:
@@ -41,20 +41,20 @@ class PreMulSum:
             raise InvalidUsageError("this premul_sum was destroyed; make a new one with comm.premul_sum(...)")
         return self._handle
 
-    def check_element(self, call: str, element: ElementType) -> None:
-        if element.name != self.element.name:
+    def _check_element(self, call: str, element: ElementType) -> None:
+        if element.name != self._element.name:
             raise InvalidArgumentError(
-                f"{call}: op is a premul_sum of {self.element.name} and the array is {element.name}; "
+                f"{call}: op is a premul_sum of {self._element.name} and the array is {element.name}; "
                 f"make one with comm.premul_sum(scalar, {element.name!r})"
             )
 
-    def check_comm(self, call: str, comm: Core) -> None:
+    def _check_comm(self, call: str, comm: Core) -> None:
         if comm is not self.comm:
             raise InvalidArgumentError(
                 f"{call}: op is a premul_sum of {self.comm!r}; make one with this communicator's premul_sum"
             )
 
-    def invalidate(self) -> None:
+    def _invalidate(self) -> None:
         """Its communicator has ended, and the operation with it."""
         self._handle = None
 
@@ -62,8 +62,8 @@ class PreMulSum:
         """Free the operation; calls already made with it are not affected. Doing it twice is fine."""
         handle, self._handle = self._handle, None
         if handle is not None:
-            self.comm.disown(self)
-            self.comm.settle(
+            self.comm._disown(self)
+            self.comm._settle(
                 self.comm.library.ncclRedOpDestroy(handle, self.comm.handle), "premul_sum (ncclRedOpDestroy)"
             )
 
@@ -74,7 +74,7 @@ class PreMulSum:
         self.destroy()
 
     def __repr__(self) -> str:
-        return f"<PreMulSum {self.element.name}{' destroyed' if self._handle is None else ''}>"
+        return f"<PreMulSum {self._element.name}{' destroyed' if self._handle is None else ''}>"
 
 
 def _scalar(call: str, scalar: Any, element: ElementType, comm: Core) -> tuple[int, ScalarResidence, Any]:

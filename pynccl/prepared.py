@@ -62,8 +62,8 @@ class Prepared:
     def __call__(self) -> Any:
         """Run the collective; returns its result (the same array each time), as the plain call does."""
         if current.group is not None:
-            self._comm.check_open(self._name)
-            current.group.add(
+            self._comm._check_open(self._name)
+            current.group._add(
                 Deferred(self._comm.library, self._comm, self._name, self._make, self._done, nothing, self)
             )
             return self.result
@@ -72,7 +72,7 @@ class Prepared:
             self._done(code)
         return self.result
 
-    def invalidate(self) -> None:
+    def _invalidate(self) -> None:
         """The communicator has ended: every later call says so."""
         self._function = self._refuse
 
@@ -81,14 +81,14 @@ class Prepared:
 
     def _done(self, code: int) -> None:
         if code:
-            self._comm.settle(code, self._name, self)
+            self._comm._settle(code, self._name, self)
         if self._queue is not None:
-            self._queue.flight.hold(self)
+            self._queue._flight.hold(self)
         elif self._hold:
             gpu_flight.hold(self._arguments[-1].value or 0, self)
 
     def _refuse(self, *arguments: Any) -> int:
-        self._comm.check_open(self._name)
+        self._comm._check_open(self._name)
         raise AssertionError("an ended communicator is open")
 
     def __repr__(self) -> str:

@@ -50,7 +50,7 @@ class Stream:
         box = ctypes.c_void_p()
         check(self.library, self.library.pyncclStreamCreate(ctypes.byref(box)), "Stream (pyncclStreamCreate)")
         self._handle = box.value
-        self.flight = HostFlight(self.library, self.handle)
+        self._flight = HostFlight(self.library, self.handle)
         _streams[self.handle] = self
 
     @property
@@ -67,13 +67,13 @@ class Stream:
     def synchronize(self, timeout: float | None = None) -> None:
         """Wait until all work queued so far is done, and raise its first error. ``timeout`` is in seconds."""
         code = self.library.pyncclStreamSynchronize(self.handle, timeout or 0.0)
-        self.flight.clear_completed()
+        self._flight.clear_completed()
         self._raise_first(code, "Stream.synchronize")
 
     def query(self) -> bool:
         """Whether all queued work is done."""
         code = check(self.library, self.library.pyncclStreamQuery(self.handle), "Stream.query")
-        self.flight.clear_completed()
+        self._flight.clear_completed()
         return code == 0
 
     def call(self, fn: Callable[[], object]) -> None:
@@ -97,12 +97,12 @@ class Stream:
 
         task = pyncclHostFn_t(run)
         check(self.library, self.library.pyncclStreamLaunchHostFunc(self.handle, task, None), "Stream.call")
-        self.flight.hold((task,))
+        self._flight.hold((task,))
 
     def wait_event(self, event: Event) -> None:
         """Work queued from now on runs after ``event``."""
         self._check(self.library.pyncclStreamWaitEvent(self.handle, event.handle), "Stream.wait_event")
-        self.flight.hold((event,))
+        self._flight.hold((event,))
 
     def record(self, event: Event | None = None) -> Event:
         """An event (a new one, or the one given) that is done when the work queued so far is done."""
@@ -167,7 +167,7 @@ class Event:
     def record(self, stream: Stream) -> None:
         """The event is done when the work that ``stream`` holds now is done."""
         check(self.library, self.library.pyncclEventRecord(self.handle, stream.handle), "Event.record")
-        stream.flight.hold((self,))
+        stream._flight.hold((self,))
 
     def synchronize(self, timeout: float | None = None) -> None:
         """Wait for the event; ``timeout`` is in seconds."""

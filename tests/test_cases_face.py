@@ -333,7 +333,7 @@ def test_a_result_code_that_nobody_knows_is_an_error_with_the_number() -> None:
         with pytest.raises(
             pynccl.NcclError, match=r"all_reduce .*unknown result \(77\).*rank 0.*'odd'"
         ) as caught:
-            comm.settle(77, "all_reduce (ncclAllReduce)")
+            comm._settle(77, "all_reduce (ncclAllReduce)")
         assert caught.value.code == 77
         comm.barrier()
 

@@ -285,7 +285,7 @@ def test_no_more_is_held_than_was_queued(alone: pynccl.Communicator, stream: pyn
         stream.library.pyncclStreamSynchronize(
             stream.handle, 0.0
         )  # not through the Stream, which would let go
-    assert len(stream.flight) == 1
+    assert len(stream._flight) == 1
 
 
 def test_a_dropped_prepared_call_lives_until_the_stream_has_passed_it(
