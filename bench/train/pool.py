@@ -1,0 +1,127 @@
+"""The parent's side: start the ranks of a contestant, ask all of them, hear all of them, end all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.train.problem import Problem
+
+__all__ = ["Pool", "PoolError", "child_environment"]
+
+REPO = Path(__file__).resolve().parent.parent.parent
+
+# One thread a rank, whatever library does the arithmetic.
+_THREADS = "OPENBLAS_NUM_THREADS OMP_NUM_THREADS MKL_NUM_THREADS BLIS_NUM_THREADS NUMEXPR_NUM_THREADS"
+THREADS = dict.fromkeys(_THREADS.split(), "1")
+# They choose OpenBLAS's kernels, and may have been set for another machine or program. Together: an L2 size
+# without its core type gives blocks that fit nothing.
+BLAS_CHOICES = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
+
+
+class PoolError(RuntimeError):
+    """A rank of a contestant ended or took too long; the message has the end of its log."""
+
+
+def child_environment(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """(what the ranks of all contestants get, the names of variables that were taken away)."""
+    removed = [name for name in BLAS_CHOICES if name in environment]
+    kept = {name: value for name, value in environment.items() if name not in removed}
+    path = os.pathsep.join([str(REPO), *filter(None, [environment.get("PYTHONPATH")])])
+    return {**kept, **THREADS, "PYTHONPATH": path}, removed
+
+
+class Pool:
+    """The ranks of one contestant: `python -m bench.train.NAME PROBLEM RANK MEETING`, one process each."""
+
+    def __init__(
+        self,
+        name: str,
+        python: str,
+        module: str,
+        problem: Problem,
+        meeting: str,
+        logs: Path,
+        timeout: float,
+        environ: Mapping[str, str],
+        pin: bool,
+    ) -> None:
+        self.name, self.timeout = name, timeout
+        self.logs = [logs / f"{name}.{rank}.log" for rank in range(problem.ranks)]
+        self._ranks: list[subprocess.Popen[str]] = []
+        cores = sorted(os.sched_getaffinity(0))
+        for rank, log in enumerate(self.logs):
+            command = [python, "-m", module, problem.to_json(), str(rank), meeting]
+            if pin:
+                command = ["taskset", "-c", str(cores[rank % len(cores)]), *command]
+            with log.open("w") as file:
+                self._ranks.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=file,
+                        text=True,
+                        env=dict(environ),
+                        cwd=REPO,
+                    )
+                )
+        self._hear()
+
+    def ask(self, command: str) -> list[dict[str, Any]]:
+        """Every rank's answer to a command, by rank."""
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it has ended: _hear says so, with its log
+                rank.stdin.write(command + "\n")
+                rank.stdin.flush()
+        return self._hear()
+
+    def _hear(self) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + self.timeout
+        answers: dict[int, dict[str, Any]] = {}
+        with selectors.DefaultSelector() as selector:
+            for number, rank in enumerate(self._ranks):
+                assert rank.stdout is not None
+                selector.register(rank.stdout, selectors.EVENT_READ, number)
+            while len(answers) < len(self._ranks):
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    missing = sorted(set(range(len(self._ranks))) - set(answers))
+                    self._fail(missing[0], f"has not answered within {self.timeout:.0f} s")
+                for key, _ in ready:
+                    line = key.fileobj.readline()  # type: ignore[union-attr]
+                    if not line:
+                        self._fail(key.data, "has ended")
+                    answers[key.data] = json.loads(line)
+                    selector.unregister(key.fileobj)
+        return [answers[number] for number in range(len(self._ranks))]
+
+    def _fail(self, rank: int, what: str) -> None:
+        self.close(kill=True)
+        log = self.logs[rank].read_text()[-4000:].strip()
+        raise PoolError(f"{self.name}: rank {rank} {what}; the end of {self.logs[rank]}:\n{log}")
+
+    def close(self, kill: bool = False) -> None:
+        """End the ranks: politely, and for certain."""
+        for rank in self._ranks:
+            if kill:
+                rank.kill()
+            with contextlib.suppress(BrokenPipeError):
+                assert rank.stdin is not None and rank.stdout is not None
+                rank.stdin.close()
+        for rank in self._ranks:
+            try:
+                rank.wait(20)
+            except subprocess.TimeoutExpired:
+                rank.kill()
+                rank.wait()
+            assert rank.stdout is not None
+            rank.stdout.close()
