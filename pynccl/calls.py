@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from . import gpu
+from .abi.enums import Result
 from .arrays import STREAM_ORDERED, addressof, numpy_element, view_writable
 from .config import algorithm_config
 from .core import Core
 from .elements import ELEMENTS, ReduceOp, operation_name
-from .flight import gpu_flight
+from .flight import gpu_flight, hand_over
 from .group import Deferred, nothing
 from .operations import OPERATIONS, Operation, Plan, check_rank, plan, plan_message
 from .premul import PreMulSum
@@ -229,9 +230,16 @@ class Collectives(Core):
         else:
             arguments = (*arguments, handle)
         if current.group is None:
-            code = made(*arguments)
-            if code or queue is not None or hold:
-                self._after(code, call, planned, queue, handle, hold)
+            if queue is None and not hold and self._blocking:
+                code = made(*arguments)
+                if code:
+                    self._settle(code, call, planned.buffers)
+            else:
+                hand_over(
+                    planned,
+                    lambda: made(*arguments),
+                    lambda code: self._after(code, call, planned, queue, handle, hold),
+                )
         else:
             current.group._add(
                 Deferred(
@@ -249,11 +257,13 @@ class Collectives(Core):
     def _after(
         self, code: int, call: str, planned: Plan, queue: Stream | None, handle: int | None, hold: bool
     ) -> None:
-        if code:
-            self._settle(code, call, planned.buffers)
+        if code not in (0, Result.IN_PROGRESS):
+            self._fail(code, call)
         if queue is not None:
             queue._flight.hold(planned.buffers)
-        elif hold:
+        if code:
+            self._settle(code, call, planned.buffers)
+        if hold:
             gpu_flight.hold(handle or 0, planned.buffers)
 
     def _plan(self, what: Operation, x: Any, out: Any, op: Any, root: int | None) -> Plan:
@@ -304,7 +314,7 @@ class Collectives(Core):
         return self._token
 
     def _opened(self) -> None:
-        if self.library.kind == "host":  # the quick path is for host memory
+        if self.library.kind == "host" and self._blocking:  # the quick path is for calls that wait
             self._quick = _QUICK
 
 

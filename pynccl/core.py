@@ -24,6 +24,7 @@ from .abi.errors import InProgressError, InvalidArgumentError, InvalidUsageError
 from .abi.library import Library
 from .abi.types import ncclConfig_t
 from .config import communicator_config, is_blocking, timeout_from_environment
+from .flight import keep_for_ever
 from .group import Deferred
 from .operations import Place
 from .threadstate import current
@@ -72,7 +73,10 @@ class Core:
     def async_error(self) -> Result | int:
         """The state (``ncclCommGetAsyncError``): SUCCESS, IN_PROGRESS, or the error that broke it."""
         self._check_not_ended("async_error")
-        return self._poll("async_error")
+        state = self._poll("async_error")
+        if state == Result.SUCCESS and self._handle is not None:
+            self._in_progress.clear()
+        return state
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until a non-blocking communicator has done what it is doing; raise the error if that failed.
@@ -170,6 +174,11 @@ class Core:
 
     def __del__(self) -> None:
         if getattr(self, "_ended", "") is None and self._box.value is not None:
+            _live.discard(self)
+            if self._in_progress or self._owned:
+                # The native communicator lives on: arrays of calls under way, and windows that peers write
+                # to, must too.
+                _left.append((self._in_progress, self._owned))
             warnings.warn(_forgotten(self), ResourceWarning, source=self, stacklevel=2)
 
     def _free(self, function: Callable[[int | None], int], ended: str, call: str) -> None:
@@ -179,6 +188,7 @@ class Core:
             return
         code = function(handle)
         if code not in (0, Result.IN_PROGRESS):
+            _left.append(self._in_progress)  # the library kept it, so its work may go on
             interrupts.reraise()
             check(self.library, code, call, rank=self.rank, comm_name=self.name)
 
@@ -373,6 +383,7 @@ class Core:
 
 _live: weakref.WeakSet[Core] = weakref.WeakSet()
 _boxes: dict[int, ctypes.c_void_p] = {}
+_left: list[Any] = []  # what the communicators use that nobody ended
 
 
 def _forgotten(comm: Core) -> str:
@@ -384,7 +395,9 @@ def _at_exit() -> None:
     # everything.
     for comm in list(_live):
         warnings.warn(_forgotten(comm), ResourceWarning, source=comm, stacklevel=2)
+        keep_for_ever((comm._in_progress, comm._owned.copy()))
         comm._end("left to the end of the process")
+    keep_for_ever(_left)
 
 
 def _in_child() -> None:

@@ -21,6 +21,7 @@ from . import interrupts
 from .abi.errors import InvalidUsageError, check
 from .abi.library import Library
 from .abi.types import ncclSimInfo_t
+from .flight import hand_over
 from .threadstate import current
 
 if TYPE_CHECKING:
@@ -54,6 +55,10 @@ class Group:
 
     def __len__(self) -> int:
         return len(self._calls)
+
+    def __repr__(self) -> str:
+        names = ", ".join(dict.fromkeys(call.name.partition(" ")[0] for call in self._calls))
+        return f"<Group of {len(self)} calls{': ' + names if names else ''}>"
 
 
 def nothing() -> None:
@@ -103,10 +108,16 @@ def _start(opened: Group) -> None:
     for call in opened._calls:
         by_library.setdefault(id(call.library), []).append(call)
     for calls in by_library.values():
-        code = _start_on(calls[0].library, calls, opened)
+        _start_together(calls[0].library, calls, opened)
+
+
+def _start_together(library: Library, calls: list[Deferred], opened: Group) -> None:
+    def done(code: int) -> None:
         if not opened._simulate:
             for call in calls:
                 call.done(code)
+
+    hand_over(calls, lambda: _start_on(library, calls, opened), done)
 
 
 def _start_on(library: Library, calls: list[Deferred], opened: Group) -> int:

@@ -6,7 +6,8 @@ import ctypes
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .flight import gpu_flight
+from .abi.enums import Result
+from .flight import gpu_flight, hand_over
 from .group import Deferred, nothing
 from .operations import Operation, Plan
 from .streams import Stream
@@ -28,6 +29,7 @@ class Prepared:
         "_hold",
         "_name",
         "_queue",
+        "_waits",
         "result",
     )
 
@@ -56,6 +58,7 @@ class Prepared:
         self._comm: Core = comm
         self._name = f"{what.name} ({function})"
         self._queue, self._hold = queue, hold
+        self._waits = queue is None and not hold and comm._blocking
         self._held = (planned.buffers, arguments)
         self.result = planned.result
 
@@ -67,9 +70,14 @@ class Prepared:
                 Deferred(self._comm.library, self._comm, self._name, self._make, self._done, nothing, self)
             )
             return self.result
-        code = self._function(*self._arguments)
-        if code or self._queue is not None or self._hold:
-            self._done(code)
+        if self._waits:
+            code = self._function(*self._arguments)
+            if code:
+                self._comm._settle(code, self._name, self)
+        else:
+            if self._queue is not None:
+                self._queue._open(self._name)
+            hand_over(self, self._make, self._done)
         return self.result
 
     def _invalidate(self) -> None:
@@ -80,11 +88,13 @@ class Prepared:
         return self._function(*self._arguments)
 
     def _done(self, code: int) -> None:
-        if code:
-            self._comm._settle(code, self._name, self)
+        if code not in (0, Result.IN_PROGRESS):
+            self._comm._fail(code, self._name)
         if self._queue is not None:
             self._queue._flight.hold(self)
-        elif self._hold:
+        if code:
+            self._comm._settle(code, self._name, self)
+        if self._hold:
             gpu_flight.hold(self._arguments[-1].value or 0, self)
 
     def _refuse(self, *arguments: Any) -> int:

@@ -7,6 +7,7 @@ accepted.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import operator
 import os
@@ -16,10 +17,11 @@ from collections.abc import Callable
 from typing import Any
 
 from . import interrupts
+from .abi.enums import Result
 from .abi.errors import InvalidArgumentError, InvalidUsageError, check
 from .abi.library import Library, load
 from .abi.types import pyncclHostFn_t
-from .flight import HostFlight
+from .flight import HostFlight, abandon, hand_over, leave, leave_to_parent, sweep
 from .threadstate import current
 
 
@@ -27,13 +29,19 @@ class Stream:
     """A queue of work in host memory, done in order by a thread of its own while the caller goes on.
 
     Pass it as ``stream=`` of any call, or make it current: inside ``with stream:`` calls on host arrays go to
-    it. The arrays of queued calls are kept alive until the stream has passed them. An error of queued work is
-    raised by ``synchronize``. Close it when done (``close`` waits for its work).
+    it. Leaving that block does not wait for them, as with CuPy's streams: results are there after
+    ``synchronize`` (which also raises the first error of queued work) or ``close``.
+
+    The arrays of queued calls are kept alive until the stream has passed them. Close it when done. One that
+    is dropped instead goes on with its work and ends after it; ResourceWarning says so, and what its work
+    raises is only a RuntimeWarning.
 
     >>> import pynccl, numpy as np                             # doctest: +SKIP
-    >>> stream = pynccl.Stream()                               # doctest: +SKIP
-    >>> comm.all_reduce(np.ones(4), stream=stream)             # doctest: +SKIP
+    >>> stream, x = pynccl.Stream(), np.ones(4)                # doctest: +SKIP
+    >>> with stream:                                           # doctest: +SKIP
+    ...     comm.all_reduce(x)                                 # the same as all_reduce(x, stream=stream)
     >>> stream.synchronize()                                   # doctest: +SKIP
+    >>> stream.close()                                         # doctest: +SKIP
     """
 
     def __init__(self, library: str | Library | None = "host") -> None:
@@ -44,35 +52,35 @@ class Stream:
                 "(cupy.cuda.Stream, torch.cuda.Stream)"
             )
         interrupts.install(self.library)
+        sweep()
         self._outer: list[Stream | None] = []
-        self._raised: list[BaseException] = []
-        self._handle: int | None = None
         box = ctypes.c_void_p()
         check(self.library, self.library.pyncclStreamCreate(ctypes.byref(box)), "Stream (pyncclStreamCreate)")
-        self._handle = box.value
-        self._flight = HostFlight(self.library, self.handle)
-        _streams[self.handle] = self
+        assert box.value is not None
+        self._flight = HostFlight(self.library, box.value)
+        _streams[box.value] = self
 
     @property
     def handle(self) -> int:
         """The ``cudaStream_t`` that calls of this library take. InvalidUsageError once closed."""
-        if self._handle is None:
-            raise InvalidUsageError("this stream is closed (or belongs to the process that forked this one)")
-        return self._handle
+        return self._open("Stream.handle")
 
     @property
     def closed(self) -> bool:
-        return self._handle is None
+        """Whether it was closed, or belongs to the process that forked this one."""
+        return self._flight.handle is None
 
     def synchronize(self, timeout: float | None = None) -> None:
         """Wait until all work queued so far is done, and raise its first error. ``timeout`` is in seconds."""
-        code = self.library.pyncclStreamSynchronize(self.handle, timeout or 0.0)
+        call = "Stream.synchronize"
+        code = self.library.pyncclStreamSynchronize(self._open(call), timeout or 0.0)
         self._flight.clear_completed()
-        self._raise_first(code, "Stream.synchronize")
+        self._raise_first(code, call)
 
     def query(self) -> bool:
         """Whether all queued work is done."""
-        code = check(self.library, self.library.pyncclStreamQuery(self.handle), "Stream.query")
+        call = "Stream.query"
+        code = check(self.library, self.library.pyncclStreamQuery(self._open(call)), call)
         self._flight.clear_completed()
         return code == 0
 
@@ -85,9 +93,11 @@ class Stream:
         >>> done = []                                              # doctest: +SKIP
         >>> stream.call(lambda: done.append(time.perf_counter()))  # doctest: +SKIP
         """
+        call = "Stream.call"
         if not callable(fn):
-            raise TypeError(f"Stream.call: {fn!r} cannot be called; expected a function without arguments")
-        raised = self._raised
+            raise TypeError(f"{call}: {fn!r} cannot be called; expected a function without arguments")
+        handle, flight = self._open(call), self._flight
+        raised = flight.raised
 
         def run(_: object) -> None:
             try:
@@ -96,32 +106,45 @@ class Stream:
                 raised.append(error)
 
         task = pyncclHostFn_t(run)
-        check(self.library, self.library.pyncclStreamLaunchHostFunc(self.handle, task, None), "Stream.call")
-        self._flight.hold((task,))
+
+        def queued(code: int) -> None:
+            check(self.library, code, call)
+            flight.hold(task)
+
+        hand_over(task, lambda: self.library.pyncclStreamLaunchHostFunc(handle, task, None), queued)
 
     def wait_event(self, event: Event) -> None:
         """Work queued from now on runs after ``event``."""
-        self._check(self.library.pyncclStreamWaitEvent(self.handle, event.handle), "Stream.wait_event")
+        call = "Stream.wait_event"
+        self._check(self.library.pyncclStreamWaitEvent(self._open(call), event.handle), call)
         self._flight.hold((event,))
 
     def record(self, event: Event | None = None) -> Event:
         """An event (a new one, or the one given) that is done when the work queued so far is done."""
+        self._open("Stream.record")
         event = event if event is not None else Event(self.library)
         event.record(self)
         return event
 
     def close(self) -> None:
-        """Wait for the work and end the thread. Closing twice is fine."""
-        handle = self._handle
+        """Wait for the work, end the thread, and raise the first error of the work. Twice is fine.
+
+        When the wait itself fails (NcclTimeoutError after ``PYNCCL_TIMEOUT``, Ctrl-C) the stream stays open:
+        its work goes on, and close() may be called again.
+        """
+        call, flight = "Stream.close", self._flight
+        handle = flight.handle
         if handle is None:
             return
-        code = self.library.pyncclStreamDestroy(handle)
-        self._handle = None
-        _streams.pop(handle, None)
-        self._raise_first(code, "Stream.close")
+        code = self.library.pyncclStreamSynchronize(handle, 0.0)
+        flight.clear_completed()
+        if flight.is_idle():
+            _streams.pop(handle, None)
+            code = flight.destroy() or code
+        self._raise_first(code, call)
 
     def __enter__(self) -> Stream:
-        _ = self.handle
+        self._open("with stream")
         self._outer.append(current.stream)
         current.set_stream(self)
         return self
@@ -130,13 +153,27 @@ class Stream:
         current.set_stream(self._outer.pop())
 
     def __repr__(self) -> str:
-        return "<Stream closed>" if self.closed else f"<Stream {self._handle:#x}>"
+        handle = self._flight.handle
+        return "<Stream closed>" if handle is None else f"<Stream {handle:#x}>"
 
     def __del__(self) -> None:
-        if getattr(self, "_handle", None) is not None:
-            warnings.warn(
-                f"{self!r} was not closed; call close()", ResourceWarning, source=self, stacklevel=2
+        flight = getattr(self, "_flight", None)  # it may never have been made
+        if flight is None or flight.handle is None:
+            return
+        text = f"{self!r} was not closed; call close()"
+        abandon(flight)  # before anything that may fail: its work may still write to the arrays it holds
+        warnings.warn(text, ResourceWarning, source=self, stacklevel=2)
+
+    def _open(self, call: str) -> int:
+        """The handle, or an error that names the call."""
+        handle = self._flight.handle
+        if handle is None:
+            raise InvalidUsageError(
+                f"{call}: the stream is closed (or belongs to the process that forked this one); "
+                "make a new one with pynccl.Stream()",
+                call=call,
             )
+        return handle
 
     def _check(self, code: int, call: str) -> None:
         if code:
@@ -145,10 +182,11 @@ class Stream:
 
     def _raise_first(self, code: int, call: str) -> None:
         """As ``_check``, but what a function of ``call`` raised comes first."""
-        raised = list(self._raised)
-        del self._raised[: len(raised)]
-        if raised:
-            raise raised[0]
+        raised = self._flight.raised
+        first = raised[:1]
+        del raised[: len(raised)]
+        if first:
+            raise first[0]
         self._check(code, call)
 
 
@@ -166,7 +204,8 @@ class Event:
 
     def record(self, stream: Stream) -> None:
         """The event is done when the work that ``stream`` holds now is done."""
-        check(self.library, self.library.pyncclEventRecord(self.handle, stream.handle), "Event.record")
+        call = "Event.record"
+        check(self.library, self.library.pyncclEventRecord(self.handle, stream._open(call)), call)
         stream._flight.hold((self,))
 
     def synchronize(self, timeout: float | None = None) -> None:
@@ -180,7 +219,12 @@ class Event:
         """Whether the event is done."""
         return check(self.library, self.library.pyncclEventQuery(self.handle), "Event.query") == 0
 
+    def __repr__(self) -> str:
+        code = self.library.pyncclEventQuery(self.handle)
+        return f"<Event {self.handle:#x} {_EVENT_STATES.get(code, 'of another process')}>"
 
+
+_EVENT_STATES = {0: "done", int(Result.IN_PROGRESS): "pending"}
 _streams: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
 
 # The default streams of CUDA: legacy 0 and 1, per thread 2. In host memory they all mean: now, in this
@@ -215,7 +259,7 @@ def host_stream(call: str, library: Library, stream: Any) -> Stream | None:
             f"{call}: the stream belongs to {stream.library.path} and the communicator to {library.path}; "
             "make it with pynccl.Stream(comm.library)"
         )
-    _ = stream.handle  # an error when closed
+    stream._open(call)
     return stream
 
 
@@ -248,10 +292,21 @@ def _destroy_event(library: Library, handle: int, process: int) -> None:
 
 def _forked() -> None:
     for stream in list(_streams.values()):
-        stream._handle = None  # its thread stayed in the parent
+        stream._flight.handle = None
     _streams.clear()
+    leave_to_parent()
     current.set_stream(None)
     current.set_group(None)
 
 
+def _at_exit() -> None:
+    streams = list(_streams.values())
+    for stream in streams:
+        warnings.warn(
+            f"{stream!r} was not closed; call close()", ResourceWarning, source=stream, stacklevel=2
+        )
+    leave([stream._flight for stream in streams])
+
+
+atexit.register(_at_exit)
 os.register_at_fork(after_in_child=_forked)

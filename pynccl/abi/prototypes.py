@@ -227,6 +227,7 @@ HOST_PROTOTYPES = _prototypes("""
 0.1.0   ncclResult_t pyncclStreamProgress(void* stream, uint64_t* enqueued, uint64_t* completed);
 0.1.0   ncclResult_t pyncclStreamWaitEvent(void* stream, void* event);
 0.1.0   ncclResult_t pyncclStreamLaunchHostFunc(void* stream, pyncclHostFn_t fn, void* arg);
+0.1.0   ncclResult_t pyncclStreamStopHostFuncs();
 
 # host events
 0.1.0   ncclResult_t pyncclEventCreate(void** event);

@@ -253,6 +253,7 @@ NCCL_API ncclResult_t pyncclStreamQuery(void *stream);
 NCCL_API ncclResult_t pyncclStreamProgress(void *stream, uint64_t *enqueued, uint64_t *completed);
 NCCL_API ncclResult_t pyncclStreamWaitEvent(void *stream, void *event);
 NCCL_API ncclResult_t pyncclStreamLaunchHostFunc(void *stream, void (*fn)(void *), void *arg);
+NCCL_API ncclResult_t pyncclStreamStopHostFuncs(void); /* functions still queued on any stream are skipped from now on */
 NCCL_API ncclResult_t pyncclEventCreate(void **event);
 NCCL_API ncclResult_t pyncclEventDestroy(void *event);
 NCCL_API ncclResult_t pyncclEventRecord(void *event, void *stream);

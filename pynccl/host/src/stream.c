@@ -69,6 +69,7 @@ static struct pool streams = {"stream", "pyncclStreamCreate", STREAM_MAGIC, size
 static struct pool events = {"event", "pyncclEventCreate", EVENT_MAGIC, sizeof(struct event), 1024, .generation = 0};
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* the pools, and events' latest records */
 static _Thread_local struct stream *working;             /* the stream whose worker this thread is */
+static _Atomic bool functions_stopped;
 
 static struct item *take(struct pool *pool);
 static void give(struct pool *pool, struct item *item);
@@ -222,6 +223,12 @@ ncclResult_t pyncclStreamLaunchHostFunc(void *handle, void (*function)(void *), 
   return ncclSuccess;
 }
 
+/* For the end of the program: an interpreter that has been taken down must not be called. Work of the library itself goes on. */
+ncclResult_t pyncclStreamStopHostFuncs(void) {
+  atomic_store(&functions_stopped, true);
+  return ncclSuccess;
+}
+
 /* ---- the queue -------------------------------------------------------------------------------------------------------------------------- */
 
 static ncclResult_t push(struct stream *stream, struct task content) {
@@ -262,7 +269,7 @@ static void *work(void *handle) {
 
     ncclResult_t result = ncclSuccess;
     if (task->run) result = task->run(task->argument);
-    else task->function(task->argument);
+    else if (!atomic_load(&functions_stopped)) task->function(task->argument);
     free(task);
 
     pthread_mutex_lock(&stream->lock);
