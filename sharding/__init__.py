@@ -24,7 +24,7 @@ from .checkpoint import (
 from .comm import Comm
 from .engine import PhaseError, ShardedModel
 from .export import export_safetensors
-from .layout import Layout, by_size
+from .layout import Layout, by_layer, by_size
 from .optim import SGD, Adam, AdamW, Lion, Optimizer
 from .policy import STRATEGIES, MixedPrecision, Strategy
 from .scaling import DynamicLossScale, StaticLossScale, token_scale, total_tokens
@@ -58,6 +58,7 @@ __all__ = [
     "Strategy",
     "Tracer",
     "Unit",
+    "by_layer",
     "by_size",
     "constant",
     "cosine",

@@ -29,6 +29,7 @@ __all__ = [
     "UnitLayout",
     "assign",
     "between",
+    "by_layer",
     "by_size",
     "matcher",
     "numpy_dtype",
@@ -295,6 +296,16 @@ def matcher(names: Sequence[str], patterns: Sequence[str], what: str) -> Callabl
 def _some(names: Sequence[str], most: int = 8) -> str:
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown}, ... ({len(names)} in all)"
+
+
+def by_layer(name: str) -> str:
+    """A unit for each element of a list ("blocks.3", "encoder.layers.0") and for each other top-level name.
+
+    To be given to `fully_shard` as it is: `units=by_layer`.
+    """
+    parts = name.split(".")
+    numbered = next((at for at, part in enumerate(parts) if part.isdigit()), 0)
+    return ".".join(parts[: numbered + 1])
 
 
 @dataclass(frozen=True)

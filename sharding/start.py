@@ -48,9 +48,9 @@ def fully_shard(
         A nested dict/list/tuple of NumPy or CuPy arrays (or a flat dict of dotted names). The same array
         under two names is a tied parameter. The arrays are read, not kept: drop them to free the memory.
     units
-        What is gathered together: see `layout.assign`, or `by_size(32 << 20)`. None: one unit. What no
-        pattern takes, and parameters that several units share, form the root unit: it is whole from the first
-        microbatch on.
+        What is gathered together: see `layout.assign`; or `by_layer`, or `by_size(32 << 20)`. None: one unit.
+        What no pattern takes, and parameters that several units share, form the root unit: it is whole from
+        the first microbatch on.
     strategy, mesh, precision, reshard_after_forward
         See `policy`. `mesh=(replicate, shard)` is for hybrid_shard. `reshard_after_forward` True: release
         weights after forward and gather again for backward; False: keep them in between; k: keep 1/k, and

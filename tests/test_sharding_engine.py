@@ -234,6 +234,47 @@ def test_synced_and_unsynced_microbatches_mix(n: int) -> None:
     run_threads(n, rank)
 
 
+@each_n
+def test_an_evaluation_in_the_middle_of_an_accumulation_changes_nothing(n: int) -> None:
+    def rank(comm: FakeComm) -> None:
+        params = chain()
+        x, t = batch(comm.rank, n)
+        for way in ways(n).values():
+            for sync in (True, False):
+                with fully_shard(params, comm, units=["layers.*"], reduce_op="sum", **way) as model:
+                    train(model, x[::2], t[::2], last=False, sync=sync)
+                    with model.evaluate():
+                        forward(model, x)
+                    train(model, x[1::2], t[1::2])
+                    with model.evaluate():
+                        forward(model, x)
+                    assert_shards(model, "grad", reference(params))
+
+    run_threads(n, rank)
+
+
+@each_n
+def test_clipping_by_value_limits_every_element(n: int) -> None:
+    def rank(comm: FakeComm) -> None:
+        for way in ways(n).values():
+            with fully_shard({"w": np.zeros(7)}, comm, **way) as model:
+                give(model, {"w": np.arange(7.0) - 3})
+                norm = model.grad_norm()
+                model.clip_grad_value(2.0)
+                assert_shards(model, "grad", {"w": [-2, -2, -1, 0, 1, 2, 2]})
+                assert model.grad_norm() == np.sqrt(18) < norm
+                for bad in (-1.0, float("nan")):
+                    with pytest.raises(ValueError, match=f"clip_grad_value: value={bad}"):
+                        model.clip_grad_value(bad)
+                    with pytest.raises(ValueError, match=f"clip_grad_norm: max_norm={bad}"):
+                        model.clip_grad_norm(bad)
+                for bad in (0, -1.0, float("nan")):
+                    with pytest.raises(ValueError, match=f"grad_norm: p={bad}"):
+                        model.grad_norm(bad)
+
+    run_threads(n, rank)
+
+
 # --- phases -------------------------------------------------------------------------------------------------
 
 
@@ -596,6 +637,15 @@ def test_three_names_of_one_array_and_a_frozen_tie() -> None:
         with fully_shard(params, comm, units=["a", "b", "c"], reduce_op="sum") as model:
             give(model, {"a": 1.0, "b.x": 2.0, "b.y": 4.0})
             assert_shards(model, "grad", {"a": np.full(4, 14.0), "c": np.zeros(2)})
+            model.zero_grad()
+            with model.microbatch():
+                with model["a"].forward():
+                    pass
+                with model["b"].backward() as (_, g):
+                    g["x"][...] = 1
+                with model["root"].backward() as (_, g):
+                    g[...] = 2  # beside what its other names have added
+            assert_shards(model, "grad", {"a": np.full(4, 6.0), "c": np.zeros(2)})
             model.zero_grad()
             assert model.freeze("b.y") == ["a"]  # one array: frozen by any of its names
             with model.microbatch():

@@ -19,6 +19,7 @@ from sharding.layout import (
     Spec,
     assign,
     between,
+    by_layer,
     by_size,
     matcher,
     numpy_dtype,
@@ -275,6 +276,13 @@ def test_units_that_do_not_fit_name_the_culprit(units: Any, message: str) -> Non
 def test_a_long_list_of_names_is_cut_in_the_message() -> None:
     with pytest.raises(ValueError, match=r"p7, \.\.\. \(20 in all\)"):
         assign([f"p{i}" for i in range(20)], ["q"])
+
+
+def test_units_by_layer_are_elements_of_lists_and_other_top_level_names() -> None:
+    names = (*NAMES, "encoder.layers.1.attention.2.w")
+    units = ["embed", "blocks.0", "blocks.1", "norm", "head", "encoder.layers.1"]
+    assert assign(names, by_layer)[1] == units
+    assert assign(["0.w", "1.w"], by_layer)[1] == ["0", "1"]
 
 
 @given(specs(), st.integers(1, 400))
