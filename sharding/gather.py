@@ -124,11 +124,6 @@ class Gatherer:
         for part, full in zip(unit.part, weights.gathered, strict=True):
             part[...] = full[parts.rank * part.size : (parts.rank + 1) * part.size]
 
-    def prefetch(self, unit: Unit) -> None:
-        """Start a unit's gather early, if there is room."""
-        if unit.weights is None and (unit.kept_weights is not None or self._ring.available):
-            self.start(unit)
-
     def release_all(self) -> None:
         """Let go of every unit."""
         for unit in self.model.all_units:

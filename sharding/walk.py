@@ -131,7 +131,7 @@ class Walk:
     def _prefetch(self) -> None:
         model = self.model
         if model.prefetch and 0 <= self._next < len(model.units):
-            model.gatherer.prefetch(model.units[self._next])
+            model.gatherer.start(model.units[self._next])
 
     def _leave_forward(self, unit: Unit) -> None:
         if self.model.reshard_after_forward or self._forward_only:

@@ -174,6 +174,7 @@ class FakeComm:
         self._world, self.rank, self.size = world, rank, world.size
         self.log, self.title = log, title
         self._splits = 0
+        self.made: list[FakeComm] = []
         self.ended: str | None = None
 
     def _meet(self, mine: Any) -> list[Any]:
@@ -226,7 +227,8 @@ class FakeComm:
                    if c == color]  # fmt: skip
         made.size = len(members)
         self._meet(None)
-        return FakeComm(made, members.index(self.rank), self.log, f"split {self._splits}")
+        self.made.append(FakeComm(made, members.index(self.rank), self.log, f"split {self._splits}"))
+        return self.made[-1]
 
     def destroy(self) -> None:
         self.ended = self.ended or "destroyed"

@@ -306,6 +306,7 @@ def test_an_initialiser_that_fails_on_one_rank_fails_on_all(n: int) -> None:
             ValueError, match=r"init\('embed', \(6, 4\), \.\.\.\) returned an array of shape \(6, 4, 2\)"
         ):
             fully_shard(comm=comm, init=init, shapes=SHAPES)
+        assert [made.ended for made in comm.made] == (["aborted"] * 2 if n > 1 else [])
         with fully_shard(comm=comm, init=numbered, shapes=SHAPES) as model:
             assert model.layout.numel == 24 + 4 * 30 + 1
 
