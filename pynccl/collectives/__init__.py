@@ -11,6 +11,7 @@ from __future__ import annotations
 from pynccl.collectives.builder import IN, OUT, SCRATCH, Builder, Spans, choose
 from pynccl.collectives.registry import ALGORITHMS, algorithms, generate
 from pynccl.collectives.schedule import COLLECTIVES, Buffer, Kind, Schedule, Span, Step
+from pynccl.collectives.verify import Fault, Proof, find_fault, verify
 
 __all__ = [
     "ALGORITHMS",
@@ -20,12 +21,16 @@ __all__ = [
     "SCRATCH",
     "Buffer",
     "Builder",
+    "Fault",
     "Kind",
+    "Proof",
     "Schedule",
     "Span",
     "Spans",
     "Step",
     "algorithms",
     "choose",
+    "find_fault",
     "generate",
+    "verify",
 ]

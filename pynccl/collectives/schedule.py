@@ -42,8 +42,7 @@ Array = NDArray[Any]
 
 
 class Kind(IntEnum):
-    """What a step does. `op` is the reduction; `left` swaps its operands, for reductions that do not commute.
-    """
+    """What a step does. `op` is the reduction; `left` swaps its operands, for those that do not commute."""
 
     SEND = 0  # src -> peer
     RECV = 1  # peer -> dst
@@ -325,7 +324,9 @@ class Schedule:
             raise ValueError(f"schedule: this is not the JSON of a schedule: {error!r}") from error
 
     def __repr__(self) -> str:
-        return f"<Schedule {self.name} {self.collective}: {self.n} ranks, {self.parts} parts, {len(self)} steps>"
+        return (
+            f"<Schedule {self.name} {self.collective}: {self.n} ranks, {self.parts} parts, {len(self)} steps>"
+        )
 
     def table(self, ranks: Sequence[int] | None = None) -> str:
         """The steps of `ranks` (None: all) as text, a line a step."""
