@@ -1,9 +1,9 @@
-"""The engine in trainers that differentiate for themselves: HIPS autograd, and functions of a whole tree (JAX).
+"""The engine in trainers that differentiate for themselves: HIPS autograd, and functions of a tree (JAX).
 
-`sharded` makes a unit a function of its inputs that autograd differentiates, with the weights whole only while
-it computes: in its forward, and again in its vector-Jacobian product. `value_and_grad` gives a function the
-whole tree of parameters and takes the whole tree of gradients, for frameworks that want it so. Both are used
-inside of `model.microbatch()`, and add up gradients, clip and step like any other loop. Knows what the
+`sharded` makes a unit a function of its inputs that autograd differentiates, with the weights whole only
+while it computes: in its forward, and again in its vector-Jacobian product. `value_and_grad` gives a function
+the whole tree of parameters and takes the whole tree of gradients, for frameworks that want it so. Both are
+used inside of `model.microbatch()`, and add up gradients, clip and step like any other loop. Knows what the
 engine's contexts give; autograd is imported when it is first needed, JAX never.
 """
 
@@ -29,7 +29,7 @@ _LINK = "autograd link"
 
 
 def sharded(unit: Unit, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn(weights, *inputs)` as a function of the inputs, for autograd: the unit's weights are there when needed.
+    """`fn(weights, *inputs)` as a function of the inputs, for autograd: weights are there when needed.
 
     Forward gathers the weights, computes and releases them; only the inputs are kept. The vector-Jacobian
     product gathers them again, computes forward again with autograd's tape, then backward, and the weights'
@@ -96,8 +96,8 @@ def sharded(unit: Unit, fn: Callable[..., Any]) -> Callable[..., Any]:
             memo[_LINK] = result[1]
         elif not unit.model.walk.forward_only and any(shard.group.numel for shard in unit.trainable):
             raise RuntimeError(
-                f"sharded: nothing differentiates unit {unit.name!r} in this microbatch, and its gradients would "
-                "be missing; run the loss through adapters.loss_and_backward(model, loss, ...), or inside of "
+                f"sharded: nothing differentiates unit {unit.name!r} in this microbatch, and its gradients "
+                "would be missing; run the loss through adapters.loss_and_backward(model, loss, ...), or in "
                 "model.evaluate() if you want no gradients"
             )
         return result[0]
@@ -131,7 +131,9 @@ def _autograd() -> tuple[Any, Callable[[Any], bool], Callable[..., Any]]:
         from autograd.core import make_vjp
         from autograd.tracer import isbox
     except ImportError as error:
-        raise ImportError(f"sharded needs HIPS autograd ({error}); `pip install autograd` brings it") from error
+        raise ImportError(
+            f"sharded needs HIPS autograd ({error}); `pip install autograd` brings it"
+        ) from error
     return autograd.extend, isbox, make_vjp
 
 
@@ -155,15 +157,15 @@ def value_and_grad(
     like: Any = None,
     convert: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:
-    """A function of a batch that calls `fn(parameters, *batch) -> (value, gradients)` and reduces the gradients.
+    """A function of a batch: it calls `fn(parameters, *batch) -> (value, gradients)` and reduces the latter.
 
-    For frameworks that differentiate a function of a tree: `fn` may be `jax.jit(jax.value_and_grad(loss))`, or
-    autograd's `value_and_grad(loss)`, or your own. The result returns `value` as fn gave it, so `has_aux` works.
-    Call it inside of `model.microbatch()`.
+    For frameworks that differentiate a function of a tree: `fn` may be `jax.jit(jax.value_and_grad(loss))`,
+    or autograd's `value_and_grad(loss)`, or your own. The result returns `value` as fn gave it, so `has_aux`
+    works. Call it inside of `model.microbatch()`.
 
-    `parameters` is the tree of all weights, in the compute dtype; `gradients` is a tree of the same names (None, or
-    nothing, for frozen ones). The weights are gathered unit by unit, and all are whole while fn runs: sharded
-    are gradients, optimizer state and what is kept between steps. Make the model with
+    `parameters` is the tree of all weights, in the compute dtype; `gradients` is a tree of the same names
+    (None, or nothing, for frozen ones). The weights are gathered unit by unit, and all are whole while fn
+    runs: sharded are gradients, optimizer state and what is kept between steps. Make the model with
     `reshard_after_forward=False`: then fn gets the gathered memory itself. Otherwise it gets copies, and
     backward gathers once more than is needed.
 
@@ -173,8 +175,8 @@ def value_and_grad(
     convert
         Applied to each weight: `jax.dlpack.from_dlpack` for CuPy arrays in JAX on a GPU, for instance.
 
-    Raises ValueError for gradients of other names or shapes than the weights'. fn must not keep its parameters:
-    their memory is reused.
+    Raises ValueError for gradients of other names or shapes than the weights'. fn must not keep its
+    parameters: their memory is reused.
     """
 
     def step(*batch: Any) -> Any:
@@ -193,16 +195,14 @@ def value_and_grad(
 
 
 def parameters(model: ShardedModel, *, like: Any = None, convert: Callable[[Any], Any] | None = None) -> Any:
-    """All weights, whole, as one tree. Collective; inside of `microbatch()` (before backward) or `evaluate()`.
+    """All weights, whole, as one tree. Collective; in `microbatch()` (before backward) or `evaluate()`.
 
     Arrays are the gathered memory itself where it stays whole until backward, and copies where it does not.
     `like` and `convert`: see `value_and_grad`.
     """
     leaves: dict[str, Any] = {}
     for unit, names in _parts(model):
-        stays = unit.kept_weights is not None or not (
-            model.reshard_after_forward or model.walk.forward_only
-        )
+        stays = unit.kept_weights is not None or not (model.reshard_after_forward or model.walk.forward_only)
         with unit.forward():
             views = unit.weight_views()
             for name in names:
@@ -228,9 +228,7 @@ def _check_names(model: ShardedModel, found: dict[str, Any]) -> None:
     """ValueError unless there is a gradient for each trainable parameter, and none for an unknown name."""
     unknown = [name for name in found if name not in set(model.names)]
     missing = [
-        name
-        for name in model.names
-        if name not in found and model.is_trainable(model.owners.get(name, name))
+        name for name in model.names if name not in found and model.is_trainable(model.owners.get(name, name))
     ]
     if unknown or missing:
         what = f"there is no parameter {unknown[0]!r}" if unknown else f"{missing[0]!r} has no gradient"

@@ -17,8 +17,8 @@ class Layer(NamedTuple):
     """A layer with its backward pass written by hand, as two functions.
 
     forward
-        `forward(weights, *inputs) -> (output, saved)`. `saved` is what backward needs besides weights; it must
-        hold no weights, which are released in between.
+        `forward(weights, *inputs) -> (output, saved)`. `saved` is what backward needs besides weights; it
+        must hold no weights, which are released in between.
     backward
         `backward(weights, gradients, saved, d_output) -> d_input`. Writes the weights' gradients.
     """
