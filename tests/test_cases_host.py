@@ -310,3 +310,71 @@ def test_eight_ranks_on_two_cores_make_progress() -> None:
 
     want = float(sum(28 + 8 * k for k in range(200)))
     assert run_ranks(8, rank, library="host") == [want] * 8
+
+
+@pytest.mark.parametrize("call", ["split", "register_window", "grow"])
+def test_a_call_that_makes_something_notices_a_peer_that_was_killed(call: str) -> None:
+    def rank(comm):
+        window = comm.empty(4096, np.uint8)
+        comm.barrier()
+        if comm.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(pynccl.RemoteError, match=r"rank 0 \(process \d+\) is gone"):
+            {
+                "split": lambda: comm.split(0),
+                "register_window": lambda: comm.register_window(window),
+                "grow": lambda: comm.grow(4),
+            }[call]()
+        assert time.monotonic() - start < 10
+        comm.abort()
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(3, rank, library="host")
+    assert set(caught.value.failures) == {0}, caught.value
+
+
+def test_ctrl_c_at_the_end_of_a_group_of_mixed_streams_ends_its_work_too() -> None:
+    """Half of the group is queued, half is waited for: then nothing may touch the arrays again."""
+
+    def rank(comm):
+        x, y = np.full(1000, 1.0), np.full(1000, 1.0)
+        if comm.rank == 1:
+            with pytest.raises(pynccl.RemoteError, match="rank 0 reported: .*interrupted"):
+                comm.recv(x, 0)
+            comm.abort()
+            return "told"
+        stream = pynccl.Stream()
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt), pynccl.group():
+            comm.all_reduce(x, stream=stream)
+            comm.all_reduce(y)
+        with pytest.raises(pynccl.NcclError):
+            stream.synchronize()  # its half has ended, with an error
+        stream.close()
+        comm.abort()
+        return "interrupted"
+
+    assert run_ranks(2, rank, library="host") == ["interrupted", "told"]
+
+
+def test_a_put_that_is_queued_outlives_its_window() -> None:
+    def rank(comm):
+        memory = comm.empty(1 << 16, np.uint8)
+        window = comm.register_window(memory)
+        comm.barrier()
+        if comm.rank == 0:
+            go = threading.Event()
+            stream = pynccl.Stream()
+            stream.call(go.wait)
+            comm.put(np.full(1 << 16, 5, np.uint8), 1, window, stream=stream)
+            window.destroy()
+            go.set()
+            stream.synchronize()
+            stream.close()
+        else:
+            comm.wait_signal(0)
+        comm.barrier()
+        return int(memory.sum())
+
+    assert run_ranks(2, rank, library="host") == [0, 5 << 16]

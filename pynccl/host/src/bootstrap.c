@@ -51,6 +51,8 @@ struct session { /* one call of bootstrap() */
   int send_fd, *recv_fd;
   const struct waiting *waiting;
   double start, asked; /* asked: when the interrupt check was last asked */
+  double looked;       /* when it was last asked whether those we wait for will ever come */
+  const bool *here;    /* rank 0: who has come */
   ncclResult_t code;   /* the first error */
   bool personal;       /* the error is about this rank alone; others only hear that it gave up */
   char words[800];
@@ -157,8 +159,25 @@ static bool given_up(struct session *s) {
   if (waiting->interruptible && now() - s->asked >= SLICE) {
     bool stopped = interrupted();
     s->asked = now();
+    if (stopped && waiting->interrupted) *waiting->interrupted = true;
     if (stopped) stop(s, true, ncclSystemError, "interrupted after %.1f s of waiting for the other ranks", now() - s->start);
     return stopped;
+  }
+  return false;
+}
+
+/* Somebody we wait for is known to be gone: no need to wait for the deadline. */
+static bool in_vain(struct session *s) {
+  const struct waiting *waiting = s->waiting;
+  char why[512];
+  if (!waiting->hopeless || now() - s->looked < SLICE) return false;
+  s->looked = now();
+  for (int rank = 0; rank < s->nranks; rank++) {
+    const bool awaited = s->rank == 0 ? rank > 0 && !s->here[rank] : rank == 0;
+    if (awaited && waiting->hopeless(waiting->kin, rank, why, sizeof why)) {
+      stop(s, false, ncclRemoteError, "%s", why);
+      return true;
+    }
   }
   return false;
 }
@@ -181,6 +200,12 @@ static bool ready(struct session *s, int fd, short events, double until) {
       return false;
     }
     if (wait == 0) return false;
+    /* Rank 0 answers and may then leave: what it left in the socket counts first. */
+    if (events == POLLIN && s->rank != 0 && in_vain(s)) {
+      if (poll(&watch, 1, 0) <= 0) return false;
+      s->code = ncclSuccess;
+      return true;
+    }
   }
 }
 
@@ -445,6 +470,7 @@ static void gather(struct session *s) {
   struct pollfd *watch = NULL;
   struct room room = {.most = 2 * s->nranks + 16, .closing = s->waiting->deadline};
   room.here[0] = true;
+  s->here = room.here;
   room.guests = calloc((size_t)room.most, sizeof *room.guests);
   watch = calloc((size_t)room.most + 1, sizeof *watch);
   if (!room.guests || !watch) {
@@ -456,6 +482,7 @@ static void gather(struct session *s) {
 
   while (room.heard < s->nranks - 1) {
     if (given_up(s)) break;
+    if (s->code == ncclSuccess) in_vain(s);
     int wait = slice(room.closing), nwatched = room.nguests + 1;
     if (wait == 0) {
       char missing[300];
@@ -520,6 +547,7 @@ static int reach(struct session *s) {
            foreign ? "another user listens for this unique id on this machine" : "nobody listens for this unique id on this machine");
       return -1;
     }
+    if (in_vain(s)) return -1;
     double left = deadline - now();
     poll(NULL, 0, (int)((left < nap ? left : nap) * 1000) + 1);
     nap = nap * 1.5 < 0.02 ? nap * 1.5 : 0.02;

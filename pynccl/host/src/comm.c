@@ -245,10 +245,12 @@ static ncclResult_t attach(struct ncclComm *comm, int fd, const struct hello *he
   return ncclSuccess;
 }
 
-/* token, rank, nranks are set. Blocks until all ranks are in, or says why not. */
-static ncclResult_t build(struct ncclComm *comm, const char *what, bool interruptible) {
+/* token, rank, nranks are set. Blocks until all ranks are in, or says why not. `kin`: where they know each other from, or NULL. */
+static ncclResult_t build(struct ncclComm *comm, const char *what, const struct kin *kin) {
   struct hello all[MAX_RANKS], mine = {.pid = getpid()};
-  const struct waiting waiting = {.deadline = now() + comm->timeout, .abort = &comm->abort, .interruptible = interruptible};
+  struct waiting waiting = {.deadline = now() + comm->timeout, .abort = &comm->abort, .interruptible = comm->blocking,
+                            .hopeless = kin != NULL ? kin_hopeless : NULL, .kin = kin};
+  const struct kin ourselves = {.comm = comm, .next = kin};
   int fd = -1;
   cpu_set_t cores;
   comm->oversubscribed = sched_getaffinity(0, sizeof cores, &cores) == 0 && CPU_COUNT(&cores) < comm->nranks;
@@ -264,6 +266,7 @@ static ncclResult_t build(struct ncclComm *comm, const char *what, bool interrup
     return mine.code != ncclSuccess ? fail(NULL, (ncclResult_t)mine.code, "%s", words) : code;
   }
   mine.code = attach(comm, fd, all);
+  if (mine.code == ncclSuccess) waiting.hopeless = kin_hopeless, waiting.kin = &ourselves;
   code = round_of_hellos(comm, "attached", mine, all, -1, NULL, &waiting, what);
   if (code != ncclSuccess) return code;
   mine.mappable = 1;
@@ -286,14 +289,21 @@ void job_discard(struct job *job) {
   free(job);
 }
 
+uint64_t tag_of(const struct token *token) {
+  uint64_t tag;
+  memcpy(&tag, token->bytes, sizeof tag);
+  return tag | 1; /* zero means none */
+}
+
 static ncclResult_t finish_job(struct job *job, ncclResult_t code) {
   struct ncclComm *comm = job->comm;
+  if (code != ncclSuccess && job->parent != NULL) atomic_store(&lines_of(job->parent, job->parent->rank)->refused, tag_of(&job->token));
   if (code == ncclSuccess) {
     if (comm->blocking) *job->out = comm; /* a non-blocking caller has had it from the start */
     atomic_store_explicit(&comm->state, ncclSuccess, memory_order_release);
   } else if (comm != NULL) {
     fail(comm, code, "%s", thread_error());
-    if (comm->blocking)
+    if (comm->blocking || job->out == &job->nowhere)
       comm_free(comm);
     else
       atomic_store_explicit(&comm->state, code, memory_order_release); /* the caller holds the handle and must abort it */
@@ -342,7 +352,7 @@ static ncclResult_t init_run(struct job *job) {
   job->comm->token = job->token;
   job->comm->nranks = job->nranks;
   job->comm->rank = job->comm->device = job->rank;
-  return finish_job(job, build(job->comm, job->flags ? "ncclCommGrow" : "ncclCommInitRank", job->comm->blocking));
+  return finish_job(job, build(job->comm, job->flags ? "ncclCommGrow" : "ncclCommInitRank", NULL));
 }
 
 static ncclResult_t init_rank(const char *call, ncclComm_t *out, int nranks, const ncclUniqueId *id, int rank, const ncclConfig_t *config) {
@@ -396,20 +406,38 @@ ncclResult_t ncclCommInitAll(ncclComm_t *comms, int n, const int *devices) {
   return first;
 }
 
+/* An exchange among the ranks of `comm` before it makes another. When Ctrl-C ends it here, the others must not wait for us. */
+ncclResult_t exchange(struct ncclComm *comm, const struct token *token, const void *mine, size_t bytes, void *all, bool interruptible,
+                      const char *what) {
+  bool stopped = false;
+  const struct kin kin = {.comm = comm, .strict = !atomic_load(&comm->revoked), .tag = tag_of(token)};
+  const struct waiting waiting = {.deadline = now() + comm->timeout, .abort = &comm->abort, .interruptible = interruptible,
+                                  .interrupted = &stopped, .hopeless = kin_hopeless, .kin = &kin};
+  const ncclResult_t code = bootstrap(token, comm->nranks, comm->rank, mine, bytes, all, -1, NULL, &waiting, what);
+  if (code != ncclSuccess) atomic_store(&lines_of(comm, comm->rank)->refused, tag_of(token));
+  if (stopped) comm_break(comm, code, "%s", thread_error());
+  return code;
+}
+
 struct colour {
   int color, key;
 };
 
 static ncclResult_t split_run(struct job *job) {
   struct ncclComm *parent = job->parent, *comm = job->comm;
-  const struct waiting waiting = {.deadline = now() + parent->timeout, .abort = &parent->abort, .interruptible = comm->blocking};
   struct colour all[MAX_RANKS], mine = {job->color, job->key};
-  ncclResult_t code = bootstrap(&job->token, parent->nranks, parent->rank, &mine, sizeof mine, all, -1, NULL, &waiting, "ncclCommSplit");
+  int members[MAX_RANKS];
+  const struct kin kin = {.comm = parent, .ranks = members, .tag = tag_of(&job->token)};
+  ncclResult_t code = exchange(parent, &job->token, &mine, sizeof mine, all, comm->blocking, "ncclCommSplit");
   if (code != ncclSuccess) return finish_job(job, code);
-  for (int rank = 0; rank < parent->nranks; rank++) { /* my rank: how many of my colour stand before me in (key, rank) order */
+  for (int rank = 0; rank < parent->nranks; rank++) { /* a rank: how many of its colour stand before it in (key, rank) order */
     if (all[rank].color != mine.color) continue;
+    int before = 0;
+    for (int other = 0; other < parent->nranks; other++)
+      before += all[other].color == mine.color && (all[other].key < all[rank].key || (all[other].key == all[rank].key && other < rank));
+    members[before] = rank;
+    if (rank == parent->rank) comm->rank = before;
     comm->nranks++;
-    if (all[rank].key < mine.key || (all[rank].key == mine.key && rank < parent->rank)) comm->rank++;
   }
   if (mine.color == NCCL_SPLIT_NOCOLOR) {
     comm->nranks = 0;
@@ -421,7 +449,7 @@ static ncclResult_t split_run(struct job *job) {
   }
   comm->device = parent->device;
   comm->token = derive(&job->token, "color", (uint64_t)(unsigned)mine.color, NULL, 0);
-  return finish_job(job, build(comm, "ncclCommSplit", comm->blocking));
+  return finish_job(job, build(comm, "ncclCommSplit", &kin));
 }
 
 /* A parent that may be revoked, but not broken, aborted or still being made. */
@@ -469,9 +497,17 @@ static ncclResult_t shrink_run(struct job *job) {
   comm->nranks = parent->nranks - job->nexcluded;
   comm->rank = parent->rank;
   for (int i = 0; i < job->nexcluded; i++) comm->rank -= job->excluded[i] < parent->rank;
+  int members[MAX_RANKS], n = 0;
+  const struct kin kin = {.comm = parent, .ranks = members, .tag = tag_of(&job->token)};
+  for (int rank = 0, next = 0; rank < parent->nranks; rank++) {
+    if (next < job->nexcluded && job->excluded[next] == rank)
+      next++;
+    else
+      members[n++] = rank;
+  }
   comm->device = parent->device;
   comm->token = job->token;
-  return finish_job(job, build(comm, "ncclCommShrink", comm->blocking));
+  return finish_job(job, build(comm, "ncclCommShrink", &kin));
 }
 
 ncclResult_t ncclCommShrink(ncclComm_t handle, int *excluded, int n, ncclComm_t *out, ncclConfig_t *config, int flags) {
@@ -527,13 +563,12 @@ struct offer { /* what an existing rank brings to a grow */
 
 static ncclResult_t grow_run(struct job *job) {
   struct ncclComm *parent = job->parent, *comm = job->comm;
-  const struct waiting waiting = {.deadline = now() + parent->timeout, .abort = &parent->abort, .interruptible = comm->blocking};
   struct offer *all = calloc((size_t)parent->nranks, sizeof *all);
   struct offer mine = {.nranks = job->nranks, .has_id = job->grow_root};
   int root = -1;
   if (all == NULL) return finish_job(job, fail(NULL, ncclSystemError, "ncclCommGrow: out of memory"));
   if (job->grow_root) mine.id = parent->grow_id;
-  ncclResult_t code = bootstrap(&job->token, parent->nranks, parent->rank, &mine, sizeof mine, all, -1, NULL, &waiting, "ncclCommGrow");
+  ncclResult_t code = exchange(parent, &job->token, &mine, sizeof mine, all, comm->blocking, "ncclCommGrow");
   for (int rank = 0; rank < parent->nranks && code == ncclSuccess; rank++) {
     if (all[rank].nranks != job->nranks)
       code = fail(NULL, ncclInvalidUsage, "ncclCommGrow: rank %d grows to %d ranks, rank %d to %d", rank, all[rank].nranks, parent->rank, job->nranks);
@@ -550,7 +585,10 @@ static ncclResult_t grow_run(struct job *job) {
     comm->nranks = job->nranks;
     comm->rank = parent->rank;
     comm->device = parent->device;
-    code = build(comm, "ncclCommGrow", comm->blocking);
+    int members[MAX_RANKS];
+    const struct kin kin = {.comm = parent, .ranks = members, .tag = tag_of(&job->token)};
+    for (int rank = 0; rank < job->nranks; rank++) members[rank] = rank < parent->nranks ? rank : -1; /* nobody knows the new ones */
+    code = build(comm, "ncclCommGrow", &kin);
   }
   if (code == ncclSuccess && job->grow_root) parent->grow_id_out = false;
   return finish_job(job, code);

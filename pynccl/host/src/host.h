@@ -47,6 +47,10 @@ struct waiting { /* how long, and until what, a blocking step may wait */
   double deadline;           /* on the now() clock */
   const _Atomic int *abort;  /* non-zero: give up (NULL: never) */
   bool interruptible;        /* the caller's own thread: Ctrl-C counts */
+  bool *interrupted;         /* set when that ended it (NULL: nobody asks) */
+  /* Will rank `rank` never come? Then true, and words; asked now and then of those who are waited for (NULL: nothing is known). */
+  bool (*hopeless)(const void *kin, int rank, char *why, size_t size);
+  const void *kin;
 };
 
 /* ---- bootstrap.c: an all-gather before any memory is shared --------------------------------------------------------------------- */
@@ -127,6 +131,7 @@ struct rank_lines { /* what one rank alone writes */
   int segment_fd; /* this process's descriptor of the segment: peers try to open it to learn whether they may map our heap */
   _Atomic uint64_t entered; /* collectives entered, ever (for messages) */
   _Atomic uint64_t doing;   /* kind + 1 in the low 32 bits, awaited rank + 1 in the high 32: what a slow wait waits for (for messages) */
+  _Atomic uint64_t refused; /* tag of the last derived communicator or window that this rank failed to make */
   pid_t pid;
 };
 
@@ -234,6 +239,21 @@ struct ncclComm *comm_enter(ncclComm_t handle, const char *call, bool need_healt
 void comm_leave(struct ncclComm *comm);
 void registrations_free(struct ncclComm *comm);
 void windows_free(struct ncclComm *comm);
+/* Why rank `rank` will never do what is waited for, in words; false while it may still. A revoked communicator still makes others. */
+bool peer_hopeless(const struct ncclComm *comm, int rank, bool may_be_revoked, char *why, size_t size);
+/* The two as a `struct waiting` has them: ranks of a communicator that know each other from another one (or from itself). */
+struct kin {
+  const struct ncclComm *comm;
+  const int *ranks; /* for each rank that is waited for: its rank in comm, -1 for a stranger; NULL: the same */
+  bool strict;      /* a failure that anybody reported on comm counts too */
+  uint64_t tag;     /* of what is being made: a rank that failed to is not waited for */
+  const struct kin *next;
+};
+uint64_t tag_of(const struct token *token);
+bool kin_hopeless(const void *kin, int rank, char *why, size_t size);
+/* An all-gather by sockets among the ranks of comm, for calls that make something (communicators, windows). */
+ncclResult_t exchange(struct ncclComm *comm, const struct token *token, const void *mine, size_t bytes, void *all, bool interruptible,
+                      const char *what);
 /* Break the communicator: remember the error, tell the peers through the segment. */
 ncclResult_t comm_break(struct ncclComm *comm, ncclResult_t code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 char *comm_peer_heap(struct ncclComm *comm, int rank); /* maps it when first needed; NULL on failure */

@@ -61,8 +61,7 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t handle, void *buffer, size_t byte
   const struct part part = {.at = heap_offset(buffer, bytes), .bytes = bytes, .heap_fd = heap_descriptor(), .code = (int)mine};
   if (mine == ncclSuccess) atomic_store(&lines_of(comm, comm->rank)->heap_fd, part.heap_fd);
   const struct token token = derive(&comm->token, "window", comm->windows++, NULL, 0);
-  const struct waiting waiting = {.deadline = now() + comm->timeout, .abort = &comm->abort, .interruptible = true};
-  code = bootstrap(&token, comm->nranks, comm->rank, &part, sizeof part, window->parts, -1, NULL, &waiting, "ncclCommWindowRegister");
+  code = exchange(comm, &token, &part, sizeof part, window->parts, true, "ncclCommWindowRegister");
   if (code != ncclSuccess) {
     fail(comm, code, "%s", thread_error());
     goto out;

@@ -82,12 +82,11 @@ static bool process_gone(const struct peer *peer) {
   return kill(peer->pid, 0) != 0 && errno == ESRCH;
 }
 
-/* Why rank `rank` will never do what we wait for, in words; false while it may still. */
-static bool hopeless(const struct ncclComm *comm, int rank, char *why, size_t size) {
+bool peer_hopeless(const struct ncclComm *comm, int rank, bool may_be_revoked, char *why, size_t size) {
   static const char *const ends[] = {[LIFE_FINALIZED] = "finalized", [LIFE_DESTROYED] = "destroyed", [LIFE_ABORTED] = "aborted",
                                      [LIFE_REVOKED] = "revoked"};
   const int life = atomic_load_explicit(&lines_of(comm, rank)->life, memory_order_acquire);
-  if (life >= LIFE_FINALIZED) {
+  if (life >= LIFE_FINALIZED && !(may_be_revoked && life == LIFE_REVOKED)) {
     snprintf(why, size, "rank %d has %s its communicator", rank, ends[life]);
     return true;
   }
@@ -96,14 +95,39 @@ static bool hopeless(const struct ncclComm *comm, int rank, char *why, size_t si
   return true;
 }
 
-static void doing_words(const struct ncclComm *comm, int rank, char *words, size_t size) {
-  const struct rank_lines *lines = lines_of(comm, rank);
+bool kin_hopeless(const void *argument, int rank, char *why, size_t size) {
+  const struct kin *kin = argument;
+  const int known = kin->ranks == NULL ? rank : kin->ranks[rank];
+  if (kin->strict && atomic_load_explicit(&kin->comm->head->failed, memory_order_acquire) != ncclSuccess) {
+    snprintf(why, size, "%s", kin->comm->head->text);
+    return true;
+  }
+  if (known >= 0 && known != kin->comm->rank) {
+    if (kin->tag != 0 && atomic_load_explicit(&lines_of(kin->comm, known)->refused, memory_order_acquire) == kin->tag) {
+      snprintf(why, size, "rank %d could not take part (its own message says why)", known);
+      return true;
+    }
+    if (peer_hopeless(kin->comm, known, true, why, size)) return true;
+  }
+  return kin->next != NULL && kin_hopeless(kin->next, rank, why, size);
+}
+
+static bool is_message(enum kind kind) { return kind == SEND || kind == RECV; }
+
+/* What the rank that holds op up is doing itself. */
+static void doing_words(const struct op *op, char *words, size_t size) {
+  const int rank = op->awaited;
+  const struct rank_lines *lines = lines_of(op->comm, rank);
   const uint64_t doing = atomic_load(&lines->doing);
+  const enum kind kind = doing == 0 ? KINDS : (doing & 0xffffffffu) - 1;
   if (doing == 0)
     snprintf(words, size, "rank %d waits for nobody: it has entered %llu collectives and is outside, or computes", rank,
              (unsigned long long)atomic_load(&lines->entered));
   else
-    snprintf(words, size, "rank %d itself waits in %s for rank %d", rank, kinds[(doing & 0xffffffffu) - 1].name, (int)(doing >> 32) - 1);
+    snprintf(words, size, "rank %d itself waits in %s for rank %d%s", rank, kinds[kind].name, (int)(doing >> 32) - 1,
+             is_message(op->kind) && is_message(kind)
+                 ? "; put sends and receives that depend on each other into one group (`with pynccl.group():`, ncclGroupStart)"
+                 : "");
 }
 
 static void say_doing(const struct op *op, bool waiting) {
@@ -134,14 +158,14 @@ static ncclResult_t look(struct op *op, double time, bool ask_kernel) {
                       op_words(op, words, sizeof words), comm->rank, time - op->since);
   }
   say_doing(op, true);
-  if (ask_kernel && hopeless(comm, op->awaited, why, sizeof why)) {
+  if (ask_kernel && peer_hopeless(comm, op->awaited, false, why, sizeof why)) {
     /* It may have done its part and left before we looked: only a second look at the counters decides. */
     const enum progress progress = op->phase == COMPLETE ? DONE : kinds[op->kind].progress(op);
     if (progress != WAITING) return ncclSuccess;
     return comm_break(comm, ncclRemoteError, "%s: %s", op_words(op, words, sizeof words), why);
   }
   if (time - op->since > comm->timeout) {
-    doing_words(comm, op->awaited, why, sizeof why);
+    doing_words(op, why, sizeof why);
     return comm_break(comm, ncclTimeout, "%s: rank %d waited %.1f s for rank %d; %s", op_words(op, words, sizeof words), comm->rank,
                       time - op->since, op->awaited, why);
   }
