@@ -24,7 +24,7 @@ from typing import Any
 import pynccl
 from bench.train.environment import peer_python
 from bench.train.outcome import Times, ideal, ratio, verdicts
-from bench.train.pool import Pool, PoolError, child_environment
+from bench.train.pool import Pool, PoolError, child_environment, wait_for_quiet
 from bench.train.problem import Problem
 from sharding.layout import Spec, plan
 from sharding.policy import STRATEGIES, strategy_named
@@ -105,6 +105,7 @@ def _measure(options: argparse.Namespace, problem: Problem, entries: Sequence[En
                 pool.ask("reset")
             for number in range(options.rounds):
                 for name, pool in pools.items():
+                    wait_for_quiet(options.quiet)
                     times[name].add(pool.ask(f"run {options.steps}"))
                 _progress(number, options.rounds, times)
     return _result(options, problem, times, removed, load_before)
@@ -352,6 +353,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=_positive, default=3, help="steps before the first turn (default 3)")
     parser.add_argument(
         "--delay-ms", type=float, default=10.0, help="of the overlap test, for each collective; 0: no test"
+    )
+    parser.add_argument(
+        "--quiet",
+        type=float,
+        default=0.0,
+        help="before each turn wait for an idle machine, at most so many seconds (default 0)",
     )
     parser.add_argument("--pin", action="store_true", help="each rank, of every contestant, to a core")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one answer (default 300)")

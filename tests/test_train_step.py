@@ -18,7 +18,7 @@ from bench.train import outcome
 from bench.train.environment import VENV
 from bench.train.ours import Delayed, Ours
 from bench.train.outcome import Times
-from bench.train.pool import Pool, PoolError, child_environment
+from bench.train.pool import Pool, PoolError, child_environment, wait_for_quiet
 from bench.train.problem import Problem, uniform
 from bench.train_step import main
 from pynccl.testing import run_ranks
@@ -265,3 +265,9 @@ def test_torch_trains_the_same(repo: Path, tmp_path: Path) -> None:
     for name in ("fsdp2", "ddp"):
         assert found[name]["first_loss"] == pytest.approx(found["ours"]["full_shard"]["first_loss"], rel=1e-5)
     assert {"full_shard/fsdp2", "full_shard/ddp"} <= set(found["ratios"])
+
+
+def test_waiting_for_quiet_ends_when_it_is_quiet_or_the_time_is_up() -> None:
+    wait_for_quiet(0.0)
+    wait_for_quiet(1e9, window=0.01, busy=1.0)  # no machine is busier than that
+    wait_for_quiet(0.05, window=0.01, busy=-1.0)  # and none quieter

@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.train.problem import Problem
 
-__all__ = ["Pool", "PoolError", "child_environment"]
+__all__ = ["Pool", "PoolError", "child_environment", "wait_for_quiet"]
 
 REPO = Path(__file__).resolve().parent.parent.parent
 
@@ -125,3 +125,21 @@ class Pool:
                 rank.wait()
             assert rank.stdout is not None
             rank.stdout.close()
+
+
+def wait_for_quiet(seconds: float, window: float = 0.4, busy: float = 0.05) -> None:
+    """Until less than a share of `busy` of all processors was used in a `window`, at most so many seconds."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        before = _processor_time()
+        time.sleep(window)
+        after = _processor_time()
+        if after[0] - before[0] <= busy * (after[1] - before[1]):
+            return
+
+
+def _processor_time() -> tuple[int, int]:
+    """(used, used or not) by all processors since the machine started, in ticks."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    idle = fields[3] + fields[4]
+    return sum(fields) - idle, sum(fields)
