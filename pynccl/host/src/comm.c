@@ -21,7 +21,9 @@
 /* ---- the pool: handles stay recognisable for ever -------------------------------------------------------------------------------- */
 
 static pthread_mutex_t pool_lock = PTHREAD_MUTEX_INITIALIZER;
-static struct ncclComm *pool;
+#define KEPT_FREE 64 /* handles that rest before one is used again: a stale handle stays recognisable for a while */
+static struct ncclComm *pool, *pool_end; /* a queue */
+static int pool_size;
 static _Atomic unsigned salts;
 
 /* The lock is held across fork(), so that the child finds the pool whole. */
@@ -31,8 +33,11 @@ __attribute__((constructor)) static void survive_fork(void) { pthread_atfork(bef
 
 static struct ncclComm *comm_new(void) {
   pthread_mutex_lock(&pool_lock);
-  struct ncclComm *comm = pool;
-  if (comm != NULL) pool = comm->next_free;
+  struct ncclComm *comm = pool_size > KEPT_FREE ? pool : NULL;
+  if (comm != NULL) {
+    pool = comm->next_free;
+    pool_size--;
+  }
   pthread_mutex_unlock(&pool_lock);
   if (comm == NULL && (comm = calloc(1, sizeof *comm)) == NULL) return NULL;
   memset((char *)comm + offsetof(struct ncclComm, next_free), 0, sizeof *comm - offsetof(struct ncclComm, next_free));
@@ -61,8 +66,12 @@ static void comm_free(struct ncclComm *comm) {
   free(comm->premuls);
   pthread_mutex_destroy(&comm->lock);
   pthread_mutex_lock(&pool_lock);
-  comm->next_free = pool;
-  pool = comm;
+  comm->next_free = NULL;
+  if (pool_size++ == 0)
+    pool = comm;
+  else
+    pool_end->next_free = comm;
+  pool_end = comm;
   pthread_mutex_unlock(&pool_lock);
 }
 
@@ -169,7 +178,7 @@ static ncclResult_t read_config(const ncclConfig_t *given, ncclConfig_t *config,
   if (given == NULL) return ncclSuccess;
   if (given->magic != NCCL_API_MAGIC)
     return fail(NULL, ncclInvalidArgument, "%s: config has magic 0x%x; start from NCCL_CONFIG_INITIALIZER", call, given->magic);
-  if (given->size < 24) return fail(NULL, ncclInvalidArgument, "%s: config has size %zu", call, given->size);
+  if (given->size < 24) return fail(NULL, ncclInvalidArgument, "%s: config has size %zu, less than any version's; start from NCCL_CONFIG_INITIALIZER", call, given->size);
   memcpy(config, given, given->size < sizeof *config ? given->size : sizeof *config);
   if (given->version < 22602) config->trafficClass = UNSET;
   if (given->version < 22703) config->commName = NULL;
@@ -322,7 +331,7 @@ static struct job *new_job(const char *call, ncclResult_t (*run_it)(struct job *
     return NULL;
   }
   *out = NULL;
-  if ((*code = read_config(given, &config, call)) != ncclSuccess) return NULL;
+  if ((*code = check_timeout_setting(call)) != ncclSuccess || (*code = read_config(given, &config, call)) != ncclSuccess) return NULL;
   job = calloc(1, sizeof *job);
   struct ncclComm *comm = job == NULL ? NULL : comm_new();
   if (comm == NULL) {

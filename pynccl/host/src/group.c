@@ -430,8 +430,9 @@ static double seconds_per_byte(void) {
 /* The time to move what the group moves in and out of shared memory at the measured speed of a copy, in microseconds. */
 ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t *info) {
   if (group.depth == 0) return fail(NULL, ncclInvalidUsage, "ncclGroupSimulateEnd without ncclGroupStart");
-  if (info != NULL && (info->magic != NCCL_SIM_INFO_MAGIC || info->size < sizeof *info))
-    return group_error(fail(NULL, ncclInvalidArgument, "ncclGroupSimulateEnd: simInfo has magic 0x%x, size %zu; start from NCCL_SIM_INFO_INITIALIZER", info->magic, info->size));
+  if (info != NULL && (info->magic != NCCL_SIM_INFO_MAGIC || info->size < sizeof *info)) /* the group ends all the same */
+    group_error(fail(NULL, ncclInvalidArgument, "ncclGroupSimulateEnd: simInfo has magic 0x%x, size %zu; start from NCCL_SIM_INFO_INITIALIZER",
+                     info->magic, info->size));
   if (--group.depth > 0) return ncclSuccess;
   struct group closed = close_group();
   double bytes = 0;

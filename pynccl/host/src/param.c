@@ -36,7 +36,9 @@ ncclResult_t ncclParamBind(ncclParamHandle_t *out, const char *key) {
 }
 
 static ncclResult_t get(ncclParamHandle_t handle, int64_t low, int64_t high, int64_t *out, const void *target) {
-  if (handle < parameters || handle >= parameters + PARAMETERS || target == NULL)
+  int known = 0; /* compared, never followed first */
+  while (known < PARAMETERS && handle != &parameters[known]) known++;
+  if (known == PARAMETERS || target == NULL)
     return fail(NULL, ncclInvalidArgument, "ncclParamGet: the handle does not come from ncclParamBind, or out is NULL");
   *out = handle->value();
   if (*out >= low && *out <= high) return ncclSuccess;

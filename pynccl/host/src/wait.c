@@ -35,11 +35,29 @@ double now(void) {
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+#define DEFAULT_TIMEOUT 600.0
+#define LONGEST_TIMEOUT 1e9 /* seconds: what "for ever" comes to, so that sums of deadlines stay finite */
+
+/* PYNCCL_TIMEOUT in seconds; 0 when it is unset, -1 when it is no positive number. */
+static double timeout_setting(void) {
+  const char *text = getenv("PYNCCL_TIMEOUT");
+  char *end;
+  if (text == NULL || text[0] == 0) return 0;
+  const double seconds = strtod(text, &end);
+  if (end == text || *end != 0 || !(seconds > 0)) return -1;
+  return seconds < LONGEST_TIMEOUT ? seconds : LONGEST_TIMEOUT;
+}
+
 double default_timeout(void) {
   if (thread_timeout > 0) return thread_timeout;
-  const char *text = getenv("PYNCCL_TIMEOUT");
-  const double seconds = text == NULL ? 0 : atof(text);
-  return seconds > 0 ? seconds : 600;
+  const double seconds = timeout_setting();
+  return seconds > 0 ? seconds : DEFAULT_TIMEOUT;
+}
+
+ncclResult_t check_timeout_setting(const char *call) {
+  if (timeout_setting() >= 0) return ncclSuccess;
+  return fail(NULL, ncclInvalidArgument, "%s: PYNCCL_TIMEOUT is \"%s\"; it must be a positive number of seconds, or unset", call,
+              getenv("PYNCCL_TIMEOUT"));
 }
 
 bool interrupted(void) {
@@ -54,13 +72,13 @@ ncclResult_t pyncclSetInterruptCheck(int (*check)(void)) {
 
 ncclResult_t pyncclSetTimeout(ncclComm_t handle, double seconds) {
   if (handle == NULL) {
-    thread_timeout = seconds > 0 ? seconds : 0;
+    thread_timeout = seconds > 0 ? (seconds < LONGEST_TIMEOUT ? seconds : LONGEST_TIMEOUT) : 0;
     return ncclSuccess;
   }
   ncclResult_t code;
   struct ncclComm *comm = comm_enter(handle, "pyncclSetTimeout", false, &code);
   if (comm == NULL) return code;
-  comm->timeout = seconds > 0 ? seconds : default_timeout();
+  comm->timeout = seconds > 0 ? (seconds < LONGEST_TIMEOUT ? seconds : LONGEST_TIMEOUT) : default_timeout();
   comm_leave(comm);
   return ncclSuccess;
 }
