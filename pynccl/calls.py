@@ -34,9 +34,7 @@ class Collectives(Core):
     """What a Communicator does with data."""
 
     # --- collectives ----------------------------------------------------------------------------------------
-    # Common to all: `x` and `out` are arrays of any library, contiguous, never copied or cast. `stream` is
-    # where the call runs (GPU: default the array library's current stream; host memory: a pynccl.Stream, or
-    # None to wait). `algorithm` is one of NCCL's, such as "ring" or "tree,ring", the same on every rank.
+    # What is common to all (arrays, `stream`, `algorithm`) is in the docstring of Communicator.
 
     def all_reduce(
         self, x: Any, out: Any = None, op: Any = "sum", *, stream: Any = None, algorithm: str | None = None
@@ -45,8 +43,8 @@ class Collectives(Core):
 
         ``out`` (default ``x`` itself) has the shape and dtype of ``x``, and is returned. ``op`` is "sum",
         "prod", "max", "min", "avg" or a ``premul_sum``; booleans take "max" (or) and "min" (and), complex
-        numbers "sum" and "avg". TypeError or InvalidArgumentError for what cannot be done; NcclError when the
-        call fails.
+        numbers "sum" and "avg". "avg" of integers drops the fraction: -3 over 2 ranks is -1. TypeError or
+        InvalidArgumentError for what cannot be done; NcclError when the call fails.
 
         >>> comm.all_reduce(np.full(4, comm.rank, "f4"))       # doctest: +SKIP
         """

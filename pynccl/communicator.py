@@ -20,6 +20,9 @@ from .threadstate import current
 class Communicator(Objects, OneSided, Derivation):
     """A rank's end of a group of ranks that communicate. Every rank makes the same calls, in the same order.
 
+    Made by ``pynccl.init()`` where a launcher started the ranks. Use it in a ``with`` block, or end it by
+    ``destroy`` (after errors: ``abort``). One thread at a time may use it.
+
     Parameters
     ----------
     nranks, unique_id, rank
@@ -36,8 +39,33 @@ class Communicator(Objects, OneSided, Derivation):
     name
         Appears in messages, and in NCCL's logs.
 
-    Use it in a ``with`` block, or end it by ``destroy`` (after errors: ``abort``). One thread at a time may
-    use it.
+    Attributes
+    ----------
+    rank, size
+        This rank, from 0, and how many there are. (Made in a group or non-blocking, a communicator that comes
+        from another one learns them when it is made: -1 and 0 until then.)
+    name
+        As given.
+    library
+        The loaded Library: its ``kind`` is "host" or "nccl"; ``path``, ``version_string``.
+    on_gpu
+        Whether calls take arrays in GPU memory.
+    device
+        The CUDA device, None in host memory.
+    handle, closed
+        The ``ncclComm_t``; whether it was ended.
+
+    Common to all calls
+    -------------------
+    Arrays are of any library (NumPy, CuPy, PyTorch, DLPack, ``__cuda_array_interface__``), contiguous, and
+    never copied or cast.
+
+    ``stream`` is where the call runs: in host memory a ``pynccl.Stream``, or None, to return when it is done;
+    on a GPU None means the array library's current stream.
+
+    ``algorithm`` allows only one of NCCL's algorithms, or some: "ring", "tree,ring", all but one: "^nvls".
+    It needs NCCL 2.31, and is the same on every rank. The host library has no such choice: it refuses any
+    algorithm but None.
     """
 
     def __init__(

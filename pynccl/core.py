@@ -252,7 +252,7 @@ class Core:
 
     @property
     def _label(self) -> str:
-        return f" {self.name!r}" if self.name else ""
+        return f" {self._called!r}" if self._called else ""
 
     def _check_not_ended(self, call: str) -> None:
         if self._ended is not None:
@@ -277,6 +277,7 @@ class Core:
             )
         self._ended = "never made"
         self.library, self.rank, self.size, self.name = lib, rank, size, name
+        self._called = name  # what messages call it; the host library has a name for all
         self.device, self.on_gpu = None, lib.kind != "host"
         self._place = Place(rank, size, self.on_gpu, None)
         self._handle = None
@@ -357,6 +358,10 @@ class Core:
         if self.on_gpu:
             self.device = self._ask(lib.ncclCommCuDevice)
         self._place = Place(self.rank, self.size, self.on_gpu, self.device)
+        if lib.kind == "host":
+            called = ctypes.c_char_p()
+            self._settle(lib.pyncclCommName(handle, ctypes.byref(called)), "Communicator (pyncclCommName)")
+            self._called = (called.value or b"").decode(errors="replace")
         self._all_reduce = lib.ncclAllReduce
         self._opened()
 

@@ -51,6 +51,15 @@ class ElementType:
 
 
 _EVERY = {op.value: RedOp[op.name] for op in ReduceOp}
+# What NumPy, PyTorch and MPI call them.
+_OTHER_NAMES = {
+    **dict.fromkeys(("mean", "average"), "avg"),
+    **dict.fromkeys(("product", "mul", "multiply"), "prod"),
+    **dict.fromkeys(("maximum", "amax", "or", "any", "lor"), "max"),
+    **dict.fromkeys(("minimum", "amin", "and", "all", "land"), "min"),
+    **dict.fromkeys(("add", "+"), "sum"),
+    **{name: name for name in _EVERY},  # in capitals
+}
 _NO_16_BIT = "NCCL has no 16-bit integers; reduce x.astype('int32') (moving them, as in all_gather, is fine)"
 _BOOLEANS = "use op='max' (any) or op='min' (all), or x.astype('int32') to count"
 _COMPLEX = (
@@ -118,9 +127,9 @@ def operation_name(call: str, op: object) -> str:
     if isinstance(op, str):
         if op in _EVERY:
             return str(op)
-        raise InvalidArgumentError(
-            f"{call}: op={str(op)!r} is not a reduction; use one of {', '.join(_EVERY)}"
-        )
+        meant = _OTHER_NAMES.get(op.lower())
+        instead = repr(meant) if meant else f"one of {', '.join(_EVERY)}"
+        raise InvalidArgumentError(f"{call}: op={str(op)!r} is not a reduction; use {instead}")
     raise TypeError(
         f"{call}: op must be a name such as 'sum', a pynccl.ReduceOp or comm.premul_sum(...), not "
         f"{type(op).__name__}"

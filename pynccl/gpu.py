@@ -13,7 +13,7 @@ from .arrays import cupy_module
 
 
 def _cupy() -> Any:
-    return cupy_module("a communicator on GPUs")
+    return cupy_module("a communicator on GPUs (one in host memory needs PYNCCL_LIBRARY=host, no CuPy)")
 
 
 def require() -> None:
@@ -28,7 +28,8 @@ def device_count() -> int:
         return runtime.getDeviceCount()
     except runtime.CUDARuntimeError as error:
         raise UnhandledCudaError(
-            f"init: NCCL was chosen and CUDA does not work ({error}); check nvidia-smi, or use library='host'"
+            f"init: NCCL was chosen and CUDA does not work ({error}); check nvidia-smi, or use "
+            "library='host' or set PYNCCL_LIBRARY=host"
         ) from error
 
 

@@ -134,6 +134,7 @@ class OneSided(Collectives):
     ) -> None:
         """Write ``x`` into ``peer``'s array of ``window``, at ``offset`` bytes, and then signal ``peer``.
 
+        ``x`` has the dtype of the window's array; where one of the two is uint8, plain bytes are written.
         ``peer`` sees the data after its ``wait_signal``. ``signal`` and ``context`` choose the signal that is
         raised.
         """
@@ -145,6 +146,12 @@ class OneSided(Collectives):
         if not isinstance(window, Window) or window.comm is not self:
             raise TypeError(
                 f"{call}: window must be a Window of this communicator (comm.register_window), not {window!r}"
+            )
+        names = buffer.element.name, window._buffer.element.name
+        if names[0] != names[1] and "uint8" not in names:
+            raise InvalidArgumentError(
+                f"{call}: x is {names[0]} and the window's array is {names[1]}; nothing is cast on the way, "
+                f"pass an x of {names[1]}, or x.view('uint8') to write its bytes"
             )
         start = integer(call, "offset", offset)
         if start < 0 or start + buffer.nbytes > window._buffer.nbytes:

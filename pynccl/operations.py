@@ -171,8 +171,8 @@ def view_in_place(call: str, role: str, x: Any, place: Place) -> Buffer:
     if place.on_gpu and buffer.device is None:
         raise InvalidArgumentError(
             f"{call}: {role} ({buffer}) is in host memory and this communicator is NCCL's, for GPU memory; "
-            "pass "
-            f"cupy.asarray({role}), or make a host communicator with pynccl.init(library='host')"
+            f"pass cupy.asarray({role}), or make a host communicator with pynccl.init(library='host') or "
+            "PYNCCL_LIBRARY=host"
         )
     if buffer.device is not None and buffer.device != place.device:
         where = (

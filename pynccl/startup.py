@@ -89,6 +89,7 @@ def _choose_gpu(local_rank: int) -> None:
     count = gpu.device_count()
     if count < 1:
         raise InvalidArgumentError(
-            "init: NCCL was chosen and no GPU is visible; use library='host' for host memory"
+            "init: NCCL was chosen and no GPU is visible; use library='host' or set PYNCCL_LIBRARY=host "
+            "for host memory"
         )
     gpu.use_device(local_rank % count)

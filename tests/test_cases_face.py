@@ -68,6 +68,23 @@ def test_a_message_of_another_size_is_an_error_on_both_sides(sent: int, received
         assert f"count={received}" in text
 
 
+@pytest.mark.parametrize("first", ["send", "recv"])
+def test_ranks_that_wait_for_each_others_messages_are_told_of_groups(first: str) -> None:
+    def rank(comm):
+        x, peer = np.ones(3), 1 - comm.rank
+        with pytest.raises(pynccl.NcclError, match=r"itself waits in .*with pynccl\.group\(\)"):
+            getattr(comm, first)(x, peer)
+        return True
+
+    def one(number, size, uid):
+        comm = pynccl.Communicator(size, uid, number, library="host", timeout=0.3)
+        done = rank(comm)
+        comm.abort()
+        return done
+
+    assert run_ranks(2, one, comm=False, library="host", timeout=30) == [True, True]
+
+
 # 3
 @pytest.mark.parametrize(
     ("first", "second", "words"),
@@ -84,7 +101,7 @@ def test_a_message_of_another_size_is_an_error_on_both_sides(sent: int, received
         ),
         (lambda c: c.all_reduce(np.ones(4)), lambda c: c.all_reduce(np.ones(4), op="max"), ("sum", "max")),
         (lambda c: c.broadcast(np.ones(4), 0), lambda c: c.broadcast(np.ones(4), 1), ("root=0", "root=1")),
-        (lambda c: c.barrier(), lambda c: c.all_gather(np.ones(4)), ("all_reduce", "all_gather")),
+        (lambda c: c.barrier(), lambda c: c.all_gather(np.ones(4)), ("as a barrier does", "all_gather")),
     ],
 )
 def test_different_calls_are_an_error_naming_both(first: Any, second: Any, words: tuple[str, str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import pickle
+import pydoc
+import re
 import subprocess
 import sys
 import threading
@@ -400,6 +402,10 @@ def test_wrong_windows_offsets_and_counts_are_refused(alone: pynccl.Communicator
         for offset in (-1, 8 * 4 - 3, 8 * 4):
             with pytest.raises(pynccl.InvalidArgumentError, match="do not fit a window of 32 bytes"):
                 alone.put(np.ones(1, "f4"), 0, window, offset)
+        with pytest.raises(pynccl.InvalidArgumentError, match=r"put: x is float64 .* float32.*x\.view"):
+            alone.put(np.ones(1), 0, window)
+        alone.put(np.full(1, 7.0, "f4").view("u1"), 0, window)
+        assert x[0] == 7
         with pytest.raises(TypeError, match="must be a Window"):
             alone.put(x, 0, x)
         with pytest.raises(pynccl.InvalidArgumentError, match="count=0"):
@@ -757,6 +763,65 @@ def test_an_ended_communicator_is_no_warning() -> None:
         gc.collect()
 
 
+def test_a_communicator_without_a_name_is_called_by_its_id_in_errors_and_in_its_repr() -> None:
+    def rank(comm):
+        with comm.split(0) as child, comm.split(0, name="chosen") as named:
+            texts = []
+            for each in (comm, child, named):
+                with pytest.raises(pynccl.InvalidUsageError) as caught:
+                    each.all_reduce(np.ones(1 + comm.rank))
+                called = re.search(r'of communicator "(\w+)" differs', str(caught.value))
+                texts.append((called and called[1], repr(each)))
+            comm.barrier()
+        return texts
+
+    mine, other = run_ranks(2, rank, library="host")
+    assert len({name for name, _ in mine}) == 3 and mine[2][0] == "chosen"
+    for number, texts in enumerate((mine, other)):
+        for name, text in texts:
+            assert text == f"<Communicator {name!r} rank {number} of 2, host, open>"
+
+
+def test_help_tells_attributes_and_calls_and_nothing_internal() -> None:
+    text = pydoc.plain(pydoc.render_doc(pynccl.Communicator))
+    attributes = text.partition("Attributes\n")[2].partition("Common to all calls")[0]
+    for name in ("rank", "size", "name", "library", "on_gpu", "device", "handle", "closed"):
+        assert re.search(rf"^ \|  .*\b{name}\b", attributes, re.MULTILINE), name
+    for internal in ("check_open", "settle", "issue", "disown", "place", "fail"):
+        assert not re.search(rf"^ \|  {internal}\b", text, re.MULTILINE), internal
+
+
+@pytest.mark.parametrize(
+    ("op", "remedy"),
+    [("mean", "use 'avg'"), ("Product", "use 'prod'"), ("SUM", "use 'sum'"), ("xor", "use one of sum, prod")],
+)
+def test_a_reduction_by_another_name_is_an_error_with_the_right_one(
+    alone: pynccl.Communicator, op: str, remedy: str
+) -> None:
+    with pytest.raises(pynccl.InvalidArgumentError, match=f"all_reduce: op='{op}' is not .*; {remedy}"):
+        alone.all_reduce(np.ones(2), op=op)
+
+
+def test_the_average_of_integers_drops_the_fraction() -> None:
+    def rank(comm):
+        return comm.all_reduce(np.array([-1, 1]) * (1 + comm.rank), op="avg").tolist()
+
+    assert run_ranks(2, rank, library="host") == [[-1, 1]] * 2
+
+
+def test_what_is_under_way_says_what_it_is(alone: pynccl.Communicator) -> None:
+    x = np.ones(2)
+    with pynccl.group() as together:
+        assert repr(together) == "<Group of 0 calls>"
+        alone.send(x, 0)
+        alone.recv(x.copy(), 0)
+        alone.send(x, 0)
+        alone.recv(x.copy(), 0)
+        assert repr(together) == "<Group of 4 calls: send, recv>"
+    event = pynccl.Event()
+    assert re.fullmatch(r"<Event 0x[0-9a-f]+ done>", repr(event))
+
+
 def test_handles_are_for_other_code_that_speaks_nccl(alone: pynccl.Communicator) -> None:
     import ctypes
 
@@ -768,6 +833,8 @@ def test_handles_are_for_other_code_that_speaks_nccl(alone: pynccl.Communicator)
 def test_algorithms_are_for_libraries_that_have_them(alone: pynccl.Communicator) -> None:
     with pytest.raises(pynccl.InvalidUsageError, match='algorithm "ring" means nothing to the host library'):
         alone.all_reduce(np.ones(2), algorithm="ring")
+    with pytest.raises(pynccl.InvalidUsageError, match="leave algorithm=None"):
+        alone.prepare("all_gather", np.ones(2), algorithm="tree")()
     with pytest.raises(TypeError, match="algorithm must be a string such as 'ring', not int"):
         alone.all_gather(np.ones(2), algorithm=3)  # type: ignore[arg-type]
     alone.barrier()

@@ -217,6 +217,7 @@ HOST_PROTOTYPES = _prototypes("""
 # host library
 0.1.0   const char* pyncclVersion();
 0.1.0   ncclResult_t pyncclSetTimeout(ncclComm_t comm, double seconds);
+0.1.0   ncclResult_t pyncclCommName(ncclComm_t comm, const char** name);
 0.1.0   ncclResult_t pyncclSetInterruptCheck(pyncclInterruptCheck_t check);
 
 # host streams

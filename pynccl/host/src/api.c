@@ -29,7 +29,7 @@ static ncclResult_t check_config(struct ncclComm *comm, const struct call *call)
     return fail(comm, ncclInvalidUsage, "%s: config.launchCompletionEvent means nothing in host memory: there is no kernel launch; record an event on the stream instead", call->name);
   if (config.algSelection != NULL && config.algSelection[0] != 0 && config.forceAlgSelection != 0)
     return fail(comm, ncclInvalidUsage,
-                "%s: algorithm \"%s\" means nothing to the host library, which chooses by size; leave algSelection unset, or set forceAlgSelection to 0",
+                "%s: algorithm \"%s\" means nothing to the host library, which chooses by size; leave algorithm=None (in C: algSelection unset, or forceAlgSelection 0)",
                 call->name, config.algSelection);
   return ncclSuccess;
 }
@@ -290,6 +290,17 @@ static ncclResult_t query(const char *name, ncclComm_t handle, enum query what, 
 ncclResult_t ncclCommCount(const ncclComm_t comm, int *count) { return query("ncclCommCount", comm, COUNT, count); }
 ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int *device) { return query("ncclCommCuDevice", comm, DEVICE, device); }
 ncclResult_t ncclCommUserRank(const ncclComm_t comm, int *rank) { return query("ncclCommUserRank", comm, RANK, rank); }
+
+/* What messages call the communicator: its configured name, or one made from its id. */
+ncclResult_t pyncclCommName(ncclComm_t handle, const char **name) {
+  ncclResult_t code;
+  struct ncclComm *comm = comm_enter(handle, "pyncclCommName", false, &code);
+  if (comm == NULL) return code;
+  if (name == NULL) code = fail(comm, ncclInvalidArgument, "pyncclCommName: name is NULL");
+  else *name = comm->name;
+  comm_leave(comm);
+  return code;
+}
 
 ncclResult_t ncclCommMemStats(ncclComm_t handle, ncclCommMemStat_t stat, uint64_t *value) {
   ncclResult_t code;

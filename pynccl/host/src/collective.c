@@ -57,7 +57,8 @@ static const char *call_words(uint64_t signature, uint64_t count, char *buffer, 
   size_t at = (size_t)used < size ? (size_t)used : size - 1;
   if (kinds[kind].reduces) at += snprintf(buffer + at, size - at, ", %s", redop_name(signature >> 16 & 0xff));
   if (at < size && rooted(kind)) at += snprintf(buffer + at, size - at, ", root=%d", (int)(signature >> 32));
-  if (at < size) snprintf(buffer + at, size - at, ")");
+  const bool barrier = kind == ALL_REDUCE && count == 1 && (signature >> 8 & 0xff) == ncclUint8 && (signature >> 16 & 0xff) == REDUCE_MAX;
+  if (at < size) snprintf(buffer + at, size - at, barrier ? ") as a barrier does" : ")");
   return buffer;
 }
 

@@ -245,6 +245,7 @@ NCCL_API void ncclParamDumpAll(void);
 /* The host library's own functions. Times are in seconds; a timeout <= 0 means PYNCCL_TIMEOUT (600 when unset). */
 NCCL_API const char *pyncclVersion(void);
 NCCL_API ncclResult_t pyncclSetTimeout(ncclComm_t comm, double seconds);
+NCCL_API ncclResult_t pyncclCommName(ncclComm_t comm, const char **name); /* lives as long as the communicator */
 NCCL_API ncclResult_t pyncclSetInterruptCheck(int (*check)(void));
 NCCL_API ncclResult_t pyncclStreamCreate(void **stream);
 NCCL_API ncclResult_t pyncclStreamDestroy(void *stream);
