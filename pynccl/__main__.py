@@ -1,4 +1,4 @@
-"""``python -m pynccl [--json]``: what would be loaded here, and why; and what this machine offers.
+"""``python -m pynccl [--all | --json]``: what would be loaded here, and why; and what this machine offers.
 
 The exit status is 0 when a library was loaded, 1 when none could be: the report then says why, with every
 place that was searched. CuPy is looked up in the package metadata, not imported.
@@ -19,6 +19,8 @@ from pynccl import environment
 from pynccl._version import __version__
 from pynccl.abi import PROTOTYPES, NcclError, choose, gpus, load
 
+_WIDEST_VALUE = 40  # a longer one, such as a search path, pushes its own line only
+
 CUPY_DISTRIBUTIONS = (
     "cupy",
     "cupy-cuda13x",
@@ -33,10 +35,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m pynccl", description="Show which library pynccl loads, and why."
     )
-    parser.add_argument("--json", action="store_true", help="the same report as JSON")
+    parser.add_argument("--json", action="store_true", help="the whole report as JSON")
+    parser.add_argument("--all", action="store_true", help="list environment variables that are not set, too")
     options = parser.parse_args(arguments)
     report = gather()
-    print(json.dumps(report, indent=2) if options.json else "\n".join(as_text(report)))
+    text = json.dumps(report, indent=2) if options.json else "\n".join(as_text(report, options.all))
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `| head` has read enough
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())  # for the flush at exit
     return 1 if report["library"]["error"] else 0
 
 
@@ -118,8 +126,8 @@ def machine() -> dict[str, int | None]:
     }
 
 
-def as_text(report: dict[str, Any]) -> Iterator[str]:
-    """The report for people."""
+def as_text(report: dict[str, Any], every_variable: bool = False) -> Iterator[str]:
+    """The report for people. Of the environment variables those that are set, or all."""
     lib, seen, installed, has = (report[part] for part in ("library", "gpus", "cupy", "machine"))
     yield f"pynccl {report['pynccl']}, Python {report['python']}, {report['platform']}"
     yield ""
@@ -153,9 +161,14 @@ def as_text(report: dict[str, Any]) -> Iterator[str]:
         ("cores", f"{has['cores']}, {has['cores_usable']} usable by this process"),
     )
     yield ""
-    yield "environment variables"
-    for row in report["environment"]:
-        yield f"  {row['name']:26} {'(unset)' if row['value'] is None else row['value']:12} {row['meaning']}"
+    rows = [row for row in report["environment"] if every_variable or row["value"] is not None]
+    values = ["(unset)" if row["value"] is None else row["value"] for row in rows]
+    wide = max((len(row["name"]) for row in rows), default=0)
+    wide_value = min(_WIDEST_VALUE, max(map(len, values), default=0))
+    hidden = len(report["environment"]) - len(rows)
+    yield "environment variables" + (f" ({hidden} more are not set: --all)" if hidden else "")
+    for row, value in zip(rows, values, strict=True):
+        yield f"  {row['name']:{wide}}  {value:{wide_value}}  {row['meaning']}"
 
 
 def _table(*rows: tuple[str, str]) -> Iterator[str]:

@@ -465,8 +465,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="from asking a rank to end to killing it (default 5)",
     )
-    parser.add_argument("program", help="script, module or program")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+    parser.add_argument("program", metavar="script.py", help="script, module or program")
+    own = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+    own.required = False  # it is named in no message about what is missing
     return parser
 
 

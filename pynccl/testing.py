@@ -34,6 +34,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from pynccl._parenthood import die_with_parent
+from pynccl.abi.errors import RemoteError
 from pynccl.rendezvous.errors import name_ranks
 
 __all__ = ["RankError", "RankFailure", "run_ranks"]
@@ -108,11 +109,16 @@ class RankFailure:
 
 
 class RankError(RuntimeError):
-    """Some ranks failed. `failures`: a RankFailure by rank; `ended`: the ranks that were stopped for it."""
+    """Some ranks failed, told with causes before consequences.
+
+    `failures`: a RankFailure by rank; `ended`: the ranks that were stopped for it.
+    """
 
     def __init__(self, n: int, failures: Mapping[int, RankFailure], ended: Sequence[int] = ()):
         self.n, self.failures, self.ended = n, dict(failures), tuple(ended)
-        lines = [f"{len(failures)} of {n} ranks failed", *(str(failures[rank]) for rank in sorted(failures))]
+        # A RemoteError tells what another rank did: causes come first.
+        order = sorted(failures, key=lambda rank: (isinstance(failures[rank].exception, RemoteError), rank))
+        lines = [f"{len(failures)} of {n} ranks failed", *(str(failures[rank]) for rank in order)]
         if ended:
             lines.append(f"--- {name_ranks(ended)} had not finished and had to be stopped")
         super().__init__("\n".join(lines))

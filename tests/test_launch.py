@@ -274,7 +274,7 @@ def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
     [
         (["x.py"], "-n"),
         (["-n", "0", "x.py"], "'0' is not a number of ranks"),
-        (["-n", "2"], "program"),
+        (["-n", "2"], "arguments are required: script.py\n"),
         (["-n", "2", "--timeout", "-1", "x.py"], "'-1' is not a time"),
         (["-n", "2", "-m", "--no-python", "x"], "exclude each other"),
     ],

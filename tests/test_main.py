@@ -108,7 +108,7 @@ def test_every_variable_that_the_sources_read_is_in_the_table(repo: Path) -> Non
 
 
 def test_the_text_for_people_has_the_same_content() -> None:
-    text = run(environ={"PYNCCL_LIBRARY": "nccl"})
+    text = run("--all", environ={"PYNCCL_LIBRARY": "nccl"})
     for part in (
         "2.32.3 (23203)",
         "73 of 73 present",
@@ -117,6 +117,30 @@ def test_the_text_for_people_has_the_same_content() -> None:
         "PYNCCL_TIMEOUT",
     ):
         assert part in text
+
+
+def test_of_the_variables_those_that_are_set_are_listed_and_all_on_demand() -> None:
+    environ = {"PYNCCL_LIBRARY": "host", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    shown, every = (run(*options, environ=environ) for options in ((), ("--all",)))
+    assert "(unset)" not in shown and "PYNCCL_PORT" not in shown
+    assert re.search(r"environment variables \(\d+ more are not set: --all\)\n", shown)
+    for text in (shown, every):
+        rows = text.partition("\nenvironment variables")[2].splitlines()[1:]
+        meanings = {row.name: row.meaning for row in environment.VARIABLES}
+        columns = {row.index(meanings[row.split()[0]]) for row in rows if len(row.split()[1]) <= 40}
+        assert len(columns) == 1, "the meanings are not in one column"
+    assert len(rows) == len(environment.VARIABLES)
+
+
+@pytest.mark.parametrize("option", ["--all", "--json"])
+def test_a_reader_that_has_read_enough_ends_it_quietly(option: str) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **NO_GPU}
+    command = [sys.executable, "-m", "pynccl", option]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as pipe:
+        ran = subprocess.run(command, env=env, stdout=pipe, stderr=subprocess.PIPE, timeout=60)
+    assert (ran.returncode, ran.stderr) == (0, b"")
 
 
 def test_the_text_names_missing_functions_and_gpus() -> None:

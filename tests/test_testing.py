@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import pynccl
 from pynccl.testing import RankError, run_ranks
 
 REPO = Path(__file__).resolve().parent.parent
@@ -335,3 +336,17 @@ def test_a_wrong_marker_is_named(tmp_path: Path) -> None:
         tmp_path, "@pytest.mark.ranks(2)\ndef test_x(): pass"
     )
     assert "needs a number of ranks" in pytest_on(tmp_path, "@pytest.mark.ranks\ndef test_x(comm): pass")
+
+
+@BOTH
+def test_causes_are_told_before_consequences(processes: bool) -> None:
+    def rank(comm: Any) -> None:
+        if comm.rank == 1:
+            raise KeyError("the cause")
+        comm.all_reduce(np.ones(3))
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, rank, processes=processes, library="host")
+    text = str(caught.value)
+    assert 0 < text.index("--- rank 1 raised KeyError") < text.index("--- rank 0 raised")
+    assert isinstance(caught.value.failures[0].exception, pynccl.RemoteError)
