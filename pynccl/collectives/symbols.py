@@ -115,9 +115,9 @@ class Program:
         graph = self.graph
         sends = kinds == Kind.SEND
         local = kinds >= Kind.RECV_REDUCE
-        before = np.cumsum(local) - local
+        before: Array = np.cumsum(local) - local
         node_first = np.searchsorted(graph.node, np.arange(len(graph.node_rank)))
-        place = before - before[node_first][graph.node]
+        place: Array = before - before[node_first][graph.node]
         phase = np.where(sends, 0, np.where(kinds == Kind.RECV, 1, 2 + place))
         return phase, np.where(sends, graph.start[graph.node], graph.finish[graph.node])
 

@@ -258,10 +258,10 @@ def _up_to_swaps(values: symbols.Values) -> Array:
     for begin, end in values.batches:
         made = slice(values.inputs + begin, values.inputs + end)
         depth[made] = 1 + np.maximum(depth[values.left[begin:end]], depth[values.right[begin:end]])
-    made = np.argsort(depth[values.inputs :], kind="stable")
-    cuts = np.searchsorted(depth[values.inputs :][made], np.arange(1, depth.max(initial=0) + 2))
+    by_depth = np.argsort(depth[values.inputs :], kind="stable")
+    cuts = np.searchsorted(depth[values.inputs :][by_depth], np.arange(1, depth.max(initial=0) + 2))
     for begin, end in zip(cuts[:-1], cuts[1:], strict=True):
-        some = made[begin:end]
+        some = by_depth[begin:end]
         x, y = alike[values.left[some]], alike[values.right[some]]
         pair = np.minimum(x, y) * len(alike) + np.maximum(x, y)
         _, first, index = np.unique(pair, return_index=True, return_inverse=True)
