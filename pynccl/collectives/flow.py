@@ -41,8 +41,16 @@ class Flow:
 def flow(schedule: Schedule) -> Flow:
     """The graph of a schedule; a `Fault` if its messages do not match or wait for each other in a circle.
 
-    Connections are taken to hold any number of messages here; `is_live` is about those that hold few.
+    Connections are taken to hold any number of messages here; `is_live` is about those that hold few. The
+    graph is made once and kept with the schedule, because verification, cost and trace all begin with it.
     """
+    kept = vars(schedule)
+    if "_flow" not in kept:
+        kept["_flow"] = _flow(schedule)
+    return kept["_flow"]
+
+
+def _flow(schedule: Schedule) -> Flow:
     sends, recvs = match(schedule)
     node, node_row = _nodes(schedule)
     node_rank = schedule.ranks[node_row]

@@ -156,7 +156,8 @@ def _change_span(
     step = steps[rank][i]
     ends = [end for end in ("src", "dst") if getattr(step, end) is not None]
     end = chance.choice(ends)
-    steps[rank][i] = dataclasses.replace(step, **{end: moved(getattr(step, end))})
+    changed: dict[str, Any] = {end: moved(getattr(step, end))}
+    steps[rank][i] = dataclasses.replace(step, **changed)
 
 
 def mutants(schedules: Sequence[Schedule], seed: int = 0) -> Iterator[Mutant]:
