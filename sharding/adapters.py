@@ -74,7 +74,8 @@ def sharded(unit: Unit, fn: Callable[..., Any]) -> Callable[..., Any]:
                     every = list(inputs)
                     for number, value in zip(wanted, chosen, strict=True):
                         every[number] = value
-                    return fn(unit.as_tree({**whole, **{name: weights[name] for name in gradients}}), *every)
+                    tree = unit.as_tree({**whole, **{name: weights[name] for name in gradients}})
+                    return _traced(fn(tree, *every))
 
                 if not gradients and not wanted:
                     return (d_link,)
@@ -135,6 +136,17 @@ def _autograd() -> tuple[Any, Callable[[Any], bool], Callable[..., Any]]:
             f"sharded needs HIPS autograd ({error}); `pip install autograd` brings it"
         ) from error
     return autograd.extend, isbox, make_vjp
+
+
+def _traced(outputs: Any) -> Any:
+    """Containers made by plain Python as containers that autograd sees into."""
+    from autograd import builtins
+
+    if type(outputs) in (tuple, list):
+        return getattr(builtins, type(outputs).__name__)([_traced(item) for item in outputs])
+    if type(outputs) is dict:
+        return builtins.dict({key: _traced(item) for key, item in outputs.items()})
+    return outputs
 
 
 def _apart(outputs: Any, unit: Unit) -> Any:
@@ -201,12 +213,13 @@ def parameters(model: ShardedModel, *, like: Any = None, convert: Callable[[Any]
     `like` and `convert`: see `value_and_grad`.
     """
     leaves: dict[str, Any] = {}
+    stays = not (model.reshard_after_forward or model.walk.forward_only)
     for unit, names in _parts(model):
-        stays = unit.kept_weights is not None or not (model.reshard_after_forward or model.walk.forward_only)
         with unit.forward():
             views = unit.weight_views()
             for name in names:
-                leaf = views[name] if stays else views[name].copy()
+                home = model.home_of(unit.owner(name))
+                leaf = views[name] if stays or home.kept_weights is not None else views[name].copy()
                 leaves[name] = leaf if convert is None else convert(leaf)
     if like is not None:
         return rebuild(like, leaves)
