@@ -222,6 +222,9 @@ def parameters(model: ShardedModel, *, like: Any = None, convert: Callable[[Any]
                 leaf = views[name] if stays or home.kept_weights is not None else views[name].copy()
                 leaves[name] = leaf if convert is None else convert(leaf)
     if like is not None:
+        for name, _ in flatten(like):
+            if name not in leaves:
+                raise ValueError(f"like: there is no parameter {name!r}; the names are {', '.join(leaves)}")
         return rebuild(like, leaves)
     return fill(nest(list(model.names), "", model.mappings), leaves)
 

@@ -320,7 +320,7 @@ def test_parameters_are_the_gathered_memory_where_it_stays_and_copies_where_it_d
 def test_a_tree_of_the_users_containers_comes_with_like():
     Pair = namedtuple("Pair", ["w", "b"])
     tree = {"layer": Pair(np.arange(4.0), np.ones(()))}
-    flat = {"layer.w": tree["layer"].w, "layer.b": tree["layer"].b}
+    flat = {"layer.0": tree["layer"].w, "layer.1": tree["layer"].b}
 
     def rank(comm, like):
         seen = []
@@ -336,7 +336,9 @@ def test_a_tree_of_the_users_containers_comes_with_like():
 
     assert run_ranks(2, rank, tree)[1] == (1.5, "Pair", pytest.approx(np.sqrt(15)))
     assert run_ranks(2, rank, None)[1] == (1.5, "list", pytest.approx(np.sqrt(15)))
-    assert run_ranks(2, rank, flat)[1] == (1.5, ["layer.b", "layer.w"], pytest.approx(np.sqrt(15)))
+    assert run_ranks(2, rank, flat)[1] == (1.5, ["layer.0", "layer.1"], pytest.approx(np.sqrt(15)))
+    with pytest.raises(RankError, match="there is no parameter 'layer.w'; the names are layer.0, layer.1"):
+        run_ranks(2, rank, {"layer": {"w": tree["layer"].w}})
 
 
 def test_what_comes_with_the_loss_is_handed_on_and_each_weight_is_converted():
