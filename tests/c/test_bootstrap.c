@@ -20,7 +20,7 @@ struct part { /* one rank's call, and what came of it */
 };
 
 static void play(struct part *part) {
-  struct waiting waiting = {now() + part->timeout, part->abort, part->interruptible};
+  struct waiting waiting = {.deadline = now() + part->timeout, .abort = part->abort, .interruptible = part->interruptible};
   double start = now();
   memset(part->mine, 'a' + part->rank % 26, part->bytes);
   part->fd = -7;
@@ -268,7 +268,7 @@ static struct session acted(const struct token *token, int nranks, int rank, con
 
 /* Connects as soon as rank 0 listens, says `hello` and the payload. */
 static int act(const struct token *token, const struct hello *hello) {
-  struct waiting waiting = {now() + 20, NULL, false};
+  struct waiting waiting = {.deadline = now() + 20, .abort = NULL, .interruptible = false};
   struct session s = acted(token, (int)hello->nranks, (int)hello->rank, &waiting);
   int fd = reach(&s);
   CHECK(fd >= 0 && send_all(&s, fd, hello, sizeof *hello, "payload", 8, -1, now() + 20));
@@ -314,7 +314,7 @@ SCENE(a_rank_that_ends_while_others_wait_is_named_on_all) {
 }
 
 static int listen_by_hand(const struct token *token) {
-  struct waiting waiting = {now() + 20, NULL, false};
+  struct waiting waiting = {.deadline = now() + 20, .abort = NULL, .interruptible = false};
   struct session s = acted(token, 4, 0, &waiting);
   int listener = start_listening(&s);
   CHECK(listener >= 0);
@@ -366,7 +366,7 @@ SCENE(a_connection_dropped_before_the_greeting_is_made_again) {
 SCENE(strangers_who_are_silent_or_babble_are_no_hindrance) {
   int before = open_descriptors(), strangers[100], fds[2];
   struct token token = random_token();
-  struct waiting waiting = {now() + 20, NULL, false};
+  struct waiting waiting = {.deadline = now() + 20, .abort = NULL, .interruptible = false};
   struct part *parts = start(&token, 3, 3, in_order, 20);
   go(&parts[0]);
   CHECK(pipe(fds) == 0);
