@@ -851,7 +851,6 @@ def test_an_algorithm_names_the_release_that_an_older_library_lacks(
 
 
 def test_nccl_without_a_gpu_is_a_cuda_error() -> None:
-    pytest.importorskip("cupy")
     with pytest.raises(pynccl.UnhandledCudaError, match="ncclCommInitRank"):
         pynccl.Communicator(1, pynccl.get_unique_id("nccl"), 0, library="nccl")
     with pytest.raises(pynccl.UnhandledCudaError, match="library='host'"):

@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy as numpy_files
 
 from pynccl.testing import RankError, run_ranks
 from sharding import AdamW, MixedPrecision, PhaseError, export_safetensors, fully_shard
@@ -285,7 +286,6 @@ def test_the_index_says_what_is_where(at_three: Path) -> None:
 
 
 def test_the_files_are_plain_safetensors(at_three: Path) -> None:
-    numpy_files = pytest.importorskip("safetensors.numpy")
     arrays: dict[str, list[Any]] = {}
     for path in sorted((at_three / "step-00000003").glob("*.safetensors")):
         for name, array in numpy_files.load_file(path).items():
@@ -992,7 +992,6 @@ def exported(folder: Path, n: int, **keywords: Any) -> list[Path]:
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_an_export_is_one_safetensors_file_that_others_read(tmp_path: Path, n: int) -> None:
-    numpy_files = pytest.importorskip("safetensors.numpy")
     (path,) = exported(tmp_path, n)
     assert path.name == "model.safetensors"
     found = numpy_files.load_file(path)
@@ -1006,7 +1005,6 @@ def test_an_export_is_one_safetensors_file_that_others_read(tmp_path: Path, n: i
 
 
 def test_a_large_export_is_several_files_with_an_index(tmp_path: Path) -> None:
-    numpy_files = pytest.importorskip("safetensors.numpy")
     *paths, index_path = exported(tmp_path, 2, max_shard_bytes=100)
     count = len(paths)
     assert count > 2

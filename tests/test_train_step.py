@@ -15,7 +15,6 @@ import pytest
 
 import pynccl
 from bench.train import outcome
-from bench.train.environment import VENV
 from bench.train.ours import Delayed, Ours
 from bench.train.outcome import Times
 from bench.train.pool import Pool, PoolError, child_environment, wait_for_quiet
@@ -249,7 +248,7 @@ def test_misuse_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[s
     assert arguments[1] in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not (VENV / ".complete").exists(), reason="`make bench-train` has not installed torch")
+@pytest.mark.peers
 def test_torch_trains_the_same(repo: Path, tmp_path: Path) -> None:
     options = "--layers 3 --width 32 --batch 4 --ranks 2 --rounds 1 --steps 1 --delay-ms 0 --peers fsdp2,ddp"
     command = [
