@@ -224,12 +224,14 @@ def parameters(model: ShardedModel, *, like: Any = None, convert: Callable[[Any]
     if like is not None:
         for name, _ in flatten(like):
             if name not in leaves:
-                raise ValueError(f"like: there is no parameter {name!r}; the names are {', '.join(leaves)}")
+                raise ValueError(
+                    f"like: there is no parameter {name!r}; the names are {', '.join(model.names)}"
+                )
         return rebuild(like, leaves)
     return fill(nest(list(model.names), "", model.mappings), leaves)
 
 
-def _parts(model: ShardedModel) -> Iterator[tuple[Unit, set[str]]]:
+def _parts(model: ShardedModel) -> Iterator[tuple[Unit, list[str]]]:
     """Each unit and the names to read and write in it: each name of the model once.
 
     A parameter that several units share lies in the root unit and is shown in the others, which hand on its
@@ -237,7 +239,7 @@ def _parts(model: ShardedModel) -> Iterator[tuple[Unit, set[str]]]:
     """
     elsewhere = {name for unit in model.units for name in unit.shown}
     for unit in model.all_units:
-        yield unit, set(unit.shown) - (elsewhere if unit.kept else set())
+        yield unit, [name for name in unit.shown if not (unit.kept and name in elsewhere)]
 
 
 def _check_names(model: ShardedModel, found: dict[str, Any]) -> None:
