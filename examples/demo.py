@@ -7,11 +7,13 @@ is `demo OK`, or says what failed; the exit status says the same.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -54,9 +56,18 @@ class Sizes:
         return cls(ranks, resumed, each * max(1, 12 // each))
 
 
-def main() -> int:
+def main(arguments: Sequence[str] = ()) -> int:
+    argparse.ArgumentParser(
+        prog="python -m examples.demo",
+        description="Show pynccl at work between processes of this machine, check what it computes, and draw "
+        "it. It takes a minute or two and writes into build/demo of the current folder.",
+    ).parse_args(arguments)
     try:
         demo()
+    except BrokenPipeError:  # `| head` has read enough
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())  # for the flush at exit
+        return 128 + signal.SIGPIPE
     except (DemoFailure, pynccl.NcclError, OSError, KeyError, ValueError) as error:
         print(f"demo FAILED: {error}", flush=True)
         return 1
@@ -291,7 +302,8 @@ def draw_sweep(rows: Sequence[Mapping[str, Any]], library: str, file: Path) -> N
             name = place.replace("_", " ")
             axes.plot(sizes, [row[f"{place}_{column}"] for row in rows], marker=marker, ms=4, label=name)
         axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes[::4], [size_text(size) for size in sizes[::4]])
+        ticks = sizes[::-4][::-1]  # the largest size has one
+        axes.set_xticks(ticks, [size_text(size) for size in ticks])
         axes.set_xlabel("bytes per rank")
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
@@ -463,4 +475,4 @@ def print_summary(summary: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -111,12 +111,21 @@ def part_of_batch(
     comm: Any, random: np.random.Generator, text: np.ndarray, batch: int, context: int, xp: Any
 ) -> tuple[Array, Array]:
     """This rank's part of the next batch, (batch / ranks, context) each: bytes, and the bytes after them."""
-    if batch % comm.size:
-        raise ValueError(f"a batch of {batch} does not divide over {comm.size} ranks; make it a multiple")
+    if problem := batch_problem(batch, comm.size):
+        raise ValueError(problem)
     starts = random.integers(0, text.size - context, batch)
     mine = starts[comm.rank * batch // comm.size : (comm.rank + 1) * batch // comm.size]
     windows = xp.asarray(text[mine[:, None] + np.arange(context + 1)])
     return windows[:, :-1], windows[:, 1:]
+
+
+def batch_problem(batch: int, ranks: int) -> str:
+    """Why so many texts cannot be shared by the ranks, and how many can; "" when they can."""
+    if batch > 0 and batch % ranks == 0:
+        return ""
+    more = max(1, -(-batch // ranks)) * ranks
+    fewer = f" or {more - ranks}" if more > ranks else ""
+    return f"a batch of {batch} does not divide over {ranks} ranks; make it a multiple: --batch {more}{fewer}"
 
 
 def mean_over_ranks(comm: Any, loss: float, xp: Any) -> float:

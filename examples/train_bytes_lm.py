@@ -31,6 +31,7 @@ from examples.numpy_gpt import (
     Array,
     Shape,
     array_module,
+    batch_problem,
     corpus,
     gpt,
     initial,
@@ -182,6 +183,10 @@ def main() -> int:
     options = vars(parser.parse_args())
     file, settings, shape = options.pop("json"), Settings(**options), SMALL
     with pynccl.init() as comm, contextlib.ExitStack() as stack:
+        if problem := batch_problem(settings.batch, comm.size):  # the same on every rank
+            if comm.rank == 0:
+                print(f"{parser.prog}: {problem}", file=sys.stderr)
+            return 2
         title = f"training on {comm.size} {'rank' if comm.size == 1 else 'ranks'}"
         show: Callable[[int, float], None] = lambda step, loss: None  # noqa: E731
         if comm.rank == 0:

@@ -28,6 +28,7 @@ from examples.numpy_gpt import (
     UNITS,
     Shape,
     array_module,
+    batch_problem,
     corpus,
     gpt,
     initial,
@@ -178,6 +179,10 @@ def main() -> int:
     settings = Settings(**{name: options.pop(name) for name in asdict(Settings())})
     run, shape = Run(**options), Shape()
     with pynccl.init() as comm, contextlib.ExitStack() as stack:
+        if problem := batch_problem(settings.batch, comm.size):  # the same on every rank
+            if comm.rank == 0:
+                print(f"{parser.prog}: {problem}", file=sys.stderr)
+            return 2
         show: Callable[[int, float], None] = lambda step, loss: None  # noqa: E731
         if comm.rank == 0:
             title = f"sharded over {comm.size} {'rank' if comm.size == 1 else 'ranks'}"
