@@ -25,7 +25,9 @@ def test_every_module_on_the_map_exists(repo: Path):
     assert named <= there
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/gpu-results.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/guide.md", "docs/launching.md", "docs/architecture.md", "docs/gpu-results.md"]
+)
 def test_links_between_the_pages_lead_somewhere(page: str, repo: Path):
     file = repo / page
     for target in re.findall(r"\]\(([^)#:]+)\)", file.read_text()):
