@@ -116,10 +116,9 @@ class OneSided(Collectives):
     def register_window(self, x: Any, *, flags: int = SYMMETRIC) -> Window:
         """Open ``x`` to the other ranks (``ncclCommWindowRegister``). Every rank calls it, with one size.
 
-        ``x`` comes from ``comm.empty``. The window keeps it alive until ``destroy`` or the communicator's end,
-        whether or not somebody holds the Window. Before ``destroy`` every put to it must have arrived: put a
-        barrier there. ``flags`` are NCCL's (1: symmetric, for the fastest collectives; 0:
-        plain).
+        ``x`` comes from ``comm.empty``. It is kept alive until ``destroy`` or the communicator's end, whether
+        or not somebody holds the Window. Before ``destroy`` every put to it must have arrived: place a
+        barrier there. ``flags`` are NCCL's (1: symmetric, for the fastest collectives; 0: plain).
         """
         return self._registered("register_window", Window, x, flags)
 
