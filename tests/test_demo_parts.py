@@ -1,11 +1,7 @@
-"""The demo's model is right to its last gradient, and its training is the same on any number of ranks."""
+"""The demo's data-parallel training is the same on any number of ranks, and the demo says what fails."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,74 +9,17 @@ import numpy as np
 import pytest
 
 from examples import demo
-from examples.bytes_lm import AdamW, BytesLM, Flat, Shape, cross_entropy, normalize
-from examples.train_bytes_lm import Settings, corpus, entropy_of_bytes, train
+from examples.numpy_gpt import Shape, corpus
+from examples.train_bytes_lm import Flat, PlainAdamW, Settings, entropy_of_bytes, size_of, train
 from pynccl.testing import run_ranks
 
-SMALL = Shape(context=6, width=8, heads=2, hidden=10)
-
-
-def small_model(seed: int = 0) -> BytesLM:
-    shapes = SMALL.parameters()
-    size = Flat.size(shapes)
-    model = BytesLM(np, SMALL, Flat(shapes, np.zeros(size)), Flat(shapes, np.zeros(size)))
-    model.initialize(seed)
-    model.p.buffer += np.random.default_rng(seed).normal(0, 0.1, size)  # no zeros: every gradient is at work
-    return model
-
-
-def some_text(texts: int = 3) -> np.ndarray:
-    return np.random.default_rng(1).integers(0, 256, (texts, SMALL.context + 1)).astype(np.uint8)
-
-
-@pytest.mark.parametrize("name", list(SMALL.parameters()))
-def test_each_gradient_is_the_slope_of_the_loss(name: str):
-    model, text = small_model(), some_text()
-    model.loss_and_gradients(text)
-    exact = model.g[name].copy()
-    values = model.p[name]
-    used = np.argwhere(exact != 0)
-    step = 1e-5
-    for index in map(tuple, np.random.default_rng(0).permutation(used)[:30]):
-        middle = values[index]
-        losses = []
-        for shift in (step, -step):
-            values[index] = middle + shift
-            losses.append(model.loss_and_gradients(text))
-        values[index] = middle
-        slope = (losses[0] - losses[1]) / (2 * step)
-        assert slope == pytest.approx(exact[index], abs=1e-7, rel=1e-5), (name, index)
-
-
-def test_a_byte_cannot_see_the_ones_after_it():
-    model, text = small_model(), some_text(1)
-    model.loss_and_gradients(text)
-    changed = text.copy()
-    changed[0, -2] ^= 1  # the last input: only the last position may use it
-    logits = [last_logits(model, one) for one in (text, changed)]
-    assert np.array_equal(logits[0][0, :-1], logits[1][0, :-1])
-    assert not np.array_equal(logits[0][0, -1], logits[1][0, -1])
-
-
-def last_logits(model: BytesLM, text: np.ndarray) -> np.ndarray:
-    """The logits of a forward pass, from the layers themselves."""
-    p = model.p
-    x = p["byte_embedding"][text[:, :-1]] + p["position_embedding"]
-    x = x + model.attention(normalize(np, x, p["attention_scale"])[0])[0]
-    x = x + model.mlp(normalize(np, x, p["mlp_scale"])[0])[0]
-    return normalize(np, x, p["head_scale"])[0] @ p["head"] + p["head_bias"]
-
-
-def test_an_unknowing_model_loses_the_logarithm_of_the_choices():
-    loss, gradient = cross_entropy(np, np.zeros((2, 3, 256)), np.eye(256)[np.zeros((2, 3), int)])
-    assert loss == pytest.approx(np.log(256))
-    assert gradient.sum() == pytest.approx(0, abs=1e-12)
+SMALL = Shape(blocks=1, width=8, heads=2, context=6)
 
 
 def test_parameters_are_views_of_one_buffer():
     shapes = SMALL.parameters()
-    flat = Flat(shapes, np.zeros(Flat.size(shapes)))
-    flat["head_bias"][...] = 7
+    flat = Flat(shapes, np.zeros(size_of(shapes)))
+    flat.tree["head"]["bias"][...] = 7
     assert (flat.buffer[-256:] == 7).all() and flat.buffer[:-256].any() == 0
     with pytest.raises(ValueError, match="make it"):
         Flat(shapes, np.zeros(3))
@@ -88,7 +27,7 @@ def test_parameters_are_views_of_one_buffer():
 
 def test_the_first_step_of_adam_is_the_rate_in_the_gradients_direction():
     parameters = np.array([1.0, 1.0])
-    AdamW(np, parameters, rate=0.1, decay=0).step(np.array([3.0, -0.5]))
+    PlainAdamW(np, parameters, rate=0.1, decay=0).step(np.array([3.0, -0.5]))
     assert parameters == pytest.approx([0.9, 1.1])
 
 
@@ -104,14 +43,6 @@ def test_ranks_that_share_a_batch_train_as_one_rank_on_all_of_it():
         assert all(losses == everyone[0] for losses in everyone)
         assert np.abs(np.subtract(everyone[0], alone)).max() < 1e-12
     assert alone[-1] < alone[0] - 0.3
-
-
-def test_a_batch_that_does_not_divide_is_an_error_with_the_remedy():
-    class TwoRanks:
-        size = 2
-
-    with pytest.raises(ValueError, match="a batch of 3 does not divide over 2 ranks; make it a multiple"):
-        train(TwoRanks(), Settings(batch=3), SMALL, lambda step, loss: None)
 
 
 def test_the_text_is_long_and_varied():
@@ -179,26 +110,63 @@ def test_a_program_that_fails_is_named_in_the_last_line(
     )
 
 
+def sharded_result(ranks: int, first: int, losses: list[float]) -> dict[str, Any]:
+    return {
+        "ranks": ranks,
+        "first": first,
+        "losses": losses,
+        "entropy_of_bytes": 3.2,
+        "parameters": 10,
+        "memory": {"weights": 4.0, "gradients": 4.0, "optimizer": 8.0, "live": 2.0},
+        "model_state_bytes_per_rank": 1600 // ranks,
+    }
+
+
+WHOLE = [5.0] * demo.SAVE_AT + [3.0, 2.0]
+
+
+def test_a_resumed_training_that_differs_fails_the_demo():
+    whole = sharded_result(2, 0, WHOLE)
+    assert demo.compare_resumed(whole, sharded_result(3, demo.SAVE_AT, [3.0, 2.0 + 1e-7])) < 2e-7
+    for losses, message in (
+        ([3.0, 2.1], f"at step {demo.SAVE_AT + 1} is 2.0 on 2 ranks, 2.1 on 3 ranks after the resume"),
+        ([3.0], "2 ranks made 2 steps and 3 ranks after the resume 1"),
+        ([3.0, float("nan")], f"at step {demo.SAVE_AT + 1} is 2.0"),
+    ):
+        with pytest.raises(demo.DemoFailure, match=message):
+            demo.compare_resumed(whole, sharded_result(3, demo.SAVE_AT, losses))
+    with pytest.raises(demo.DemoFailure, match=f"saved at step {demo.SAVE_AT} and resumed at 7"):
+        demo.compare_resumed(whole, sharded_result(3, 7, [3.0, 2.0]))
+
+
+def test_a_rank_that_keeps_too_much_fails_the_demo():
+    unsharded = sharded_result(1, 0, WHOLE)
+    demo.check_state(sharded_result(2, 0, WHOLE), unsharded)
+    with pytest.raises(demo.DemoFailure, match="each of 2 ranks keeps 1600 of 1600 bytes"):
+        demo.check_state(sharded_result(2, 0, WHOLE) | {"model_state_bytes_per_rank": 1600}, unsharded)
+
+
+def test_ranks_are_all_gpus_or_two_and_batches_divide_over_both_runs():
+    assert demo.Sizes.of(0) == demo.Sizes(2, 3, 12)
+    assert demo.Sizes.of(2) == demo.Sizes(2, 1, 12)
+    assert demo.Sizes.of(4) == demo.Sizes(4, 3, 12)
+    assert demo.Sizes.of(8) == demo.Sizes(8, 7, 56)
+
+
+def some_trace() -> list[dict[str, Any]]:
+    kinds = [("compute", 0), ("gather", 0), ("all_gather", 1), ("reduce_scatter", 2), ("optimizer", 0)]
+    return [
+        {"ph": "X", "cat": kind, "tid": track, "ts": 1e3 * at, "dur": 900.0}
+        for at, (kind, track) in enumerate(kinds)
+    ]
+
+
 def test_pictures_are_drawn(tmp_path: Path):
     demo.draw_sweep(demo.read_sweep(sweep_document(0)), "host", tmp_path / "busbw.png")
-    demo.draw_losses(result(), result(), tmp_path / "loss.png")
-    for name in ("busbw.png", "loss.png"):
+    whole, resumed = sharded_result(2, 0, WHOLE), sharded_result(3, demo.SAVE_AT, WHOLE[-2:])
+    demo.draw_losses(result(), result(), whole, resumed, tmp_path / "loss.png")
+    demo.draw_memory([sharded_result(1, 0, WHOLE), whole, resumed], tmp_path / "memory.png")
+    demo.draw_timeline([some_trace()] * 2, tmp_path / "timeline.png")
+    for name in ("busbw.png", "loss.png", "memory.png", "timeline.png"):
         data = (tmp_path / name).read_bytes()
         assert data.startswith(b"\x89PNG") and len(data) > 10_000
-
-
-@pytest.mark.gpu
-def test_training_on_gpus_is_training_in_host_memory(repo: Path, tmp_path: Path):
-    losses = {}
-    for library in ("nccl", "host"):
-        file = tmp_path / f"{library}.json"
-        program = ["-m", "examples.train_bytes_lm", "--steps", "5", "--json", str(file)]
-        subprocess.run(
-            [sys.executable, "-m", "pynccl.launch", "-n", "2", *program],
-            cwd=repo,
-            env={**os.environ, "PYTHONPATH": str(repo), "PYNCCL_LIBRARY": library},
-            check=True,
-            timeout=100,
-        )
-        losses[library] = json.loads(file.read_text())["losses"]
-    assert losses["nccl"] == pytest.approx(losses["host"], abs=1e-9)
