@@ -238,10 +238,12 @@ class Schedule:
     @property
     def rounds(self) -> int:
         """Rounds of the rank that has most."""
-        return 0 if not len(self.columns) else int(max(self._rounds_of(r) for r in range(self.n)))
-
-    def _rounds_of(self, rank: int) -> int:
-        return len(np.unique(self.rows(rank)["round"]))
+        if not len(self.columns):
+            return 0
+        rounds = self.columns["round"]
+        begins = np.ones(len(rounds), dtype=bool)
+        begins[1:] = (rounds[1:] != rounds[:-1]) | (self.ranks[1:] != self.ranks[:-1])
+        return int(np.bincount(self.ranks[begins]).max())
 
     def rows(self, rank: int) -> Array:
         """The rows of a rank's steps, dtype `COLUMNS`."""
