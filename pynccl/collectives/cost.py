@@ -280,23 +280,27 @@ def _path(t: Timeline) -> tuple[Hop, ...]:
     if not len(t.end):
         return ()
     graph, hops = t.graph, []
-    receiver = graph.node[graph.recvs]
+    sender, receiver = graph.node[graph.sends], graph.node[graph.recvs]
+    by_sender = np.argsort(sender, kind="stable")
     first_row = np.searchsorted(graph.node, np.arange(len(t.end)))
-    rounds = t.schedule.columns["round"]
     node = int(t.end.argmax())
     while node >= 0:
-        low, high = np.searchsorted(receiver, [node, node + 1])
-        arrives = t.sent[low:high] + t.takes[low:high]
-        ready = t.end[node] - t.local[node]
-        begin, what, before = t.begin[node], "local steps" if t.local[node] else "its sends", node
-        # A message of its own start counts as waiting for nobody, unless its sender was the later one.
-        if high > low and arrives.max() >= ready - 1e-15:
-            message = low + int(arrives.argmax())
-            before = int(graph.node[graph.sends[message]])
-            begin = t.sent[message]
-            link = t.topology.links[int(t.link[message])].name
-            what = f"message from rank {int(graph.node_rank[before])} ({link})"
-        round_ = int(rounds[first_row[node]])
-        hops.append(Hop(int(graph.node_rank[node]), round_, float(begin), float(t.end[node]), what))
+        before, begin, what = node, float(t.begin[node]), ""
+        received = np.arange(*np.searchsorted(receiver, [node, node + 1]))
+        sent = by_sender[slice(*np.searchsorted(sender, [node, node + 1], sorter=by_sender))]
+        last = max(
+            [*received, *sent], key=lambda m: t.sent[m] + t.takes[m], default=None
+        )  # received if equal
+        if last is not None:
+            link = t.topology.links[int(t.link[last])].name
+            if receiver[last] == node:
+                before, begin = int(sender[last]), float(t.sent[last])
+                what = f"message from rank {int(graph.node_rank[before])} ({link})"
+            else:
+                what = f"message to rank {int(graph.node_rank[receiver[last]])} ({link})"
+        parts = [part for part in (what, "local steps" if t.local[node] else "") if part]
+        round_ = int(t.schedule.columns["round"][first_row[node]])
+        end = float(t.end[node])
+        hops.append(Hop(int(graph.node_rank[node]), round_, begin, end, ", ".join(parts) or "nothing"))
         node = before - 1 if before and graph.node_rank[before - 1] == graph.node_rank[before] else -1
     return tuple(reversed(hops))

@@ -1,0 +1,229 @@
+"""The command line: look at algorithms, prove them, compare what they cost.
+
+    python -m pynccl.collectives show ring --ranks 4
+    python -m pynccl.collectives cost ring --ranks 64 --bytes 1M --topology nodes:8 --trace ring.json
+    python -m pynccl.collectives compare --algorithms ring,tree --ranks 64 --bytes 1M
+    python -m pynccl.collectives verify --all --ranks 1-33 --json out.json --mutations 200 --seed 0
+
+Where an algorithm is named, the JSON or MSCCL XML file of a schedule will do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pynccl.collectives import report
+from pynccl.collectives.cost import cost
+from pynccl.collectives.diagram import diagram
+from pynccl.collectives.msccl import from_msccl, to_msccl
+from pynccl.collectives.registry import ALGORITHMS, algorithms, generate
+from pynccl.collectives.schedule import COLLECTIVES, Schedule
+from pynccl.collectives.topology import Topology, parse
+from pynccl.collectives.trace import write_trace
+from pynccl.collectives.verify import SLOTS, Fault, verify
+
+__all__ = ["main"]
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_MOST_COLUMNS = 16  # ranks in a drawing
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status: 0, 1 for a fault found, 2 for a wrong argument."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments[:1] == ["selftest"]:  # the only one that runs anything; its options are its own
+        return importlib.import_module("pynccl.collectives.execute").selftest(arguments[1:])
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except Fault as fault:
+        print(fault, file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"python -m pynccl.collectives {options.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _show(options: argparse.Namespace) -> int:
+    schedule = _load(options)
+    if options.json:
+        print(schedule.to_json())
+    elif options.xml:
+        print(to_msccl(schedule))
+    else:
+        drawn = not options.table and schedule.n <= _MOST_COLUMNS
+        print(diagram(schedule) if drawn else schedule.table(), verify(schedule), sep="\n\n")
+    return 0
+
+
+def _cost(options: argparse.Namespace) -> int:
+    schedule = _load(options)
+    topology = parse(options.topology, schedule.n)
+    costs = [cost(schedule, size, topology, itemsize=options.itemsize) for size in options.bytes]
+    if options.json:
+        print(json.dumps([each.as_json() for each in costs]))
+    else:
+        print(*costs, sep="\n")
+        print("  critical path")
+        for hop in costs[-1].path if len(costs[-1].path) <= 40 else costs[-1].path[-40:]:
+            times = f"{hop.begin * 1e6:10.2f} - {hop.end * 1e6:10.2f} us"
+            print(f"    {times}  rank {hop.rank} round {hop.round}: {hop.what}")
+    if options.trace:
+        print(f"wrote {write_trace(options.trace, schedule, options.bytes[-1], topology)}", file=sys.stderr)
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    collective = options.collective
+    names = options.algorithms.split(",") if options.algorithms else list(algorithms(collective))
+    schedules = {name: generate(name, options.ranks, collective=collective) for name in names}
+    topology: Topology = parse(options.topology, options.ranks)
+
+    def costs(sizes: Sequence[int]) -> dict[str, list[Any]]:
+        return {
+            name: [cost(schedule, size, topology, itemsize=options.itemsize) for size in sizes]
+            for name, schedule in schedules.items()
+        }
+
+    found = costs(options.bytes)
+    if options.json:
+        print(json.dumps([each.as_json() for row in found.values() for each in row]))
+    else:
+        print(report.comparison(found))
+    if options.png:
+        sizes = [1 << bits for bits in range(10, 31)]
+        report.draw(costs(sizes), sizes, options.png)
+        print(f"wrote {options.png}", file=sys.stderr)
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    chosen = [row for row in ALGORITHMS.values() if options.all or row.name in options.algorithm]
+    if options.collective:
+        chosen = [row for row in chosen if row.collective == options.collective]
+    files = [name for name in options.algorithm if Path(name).suffix in _READERS]
+    unknown = [n for n in options.algorithm if n not in files and n not in {row.name for row in chosen}]
+    if unknown or not (chosen or files):
+        known = ", ".join(dict.fromkeys(name for _, name in ALGORITHMS))
+        raise ValueError(
+            f"no algorithm {', '.join(unknown) or 'named'}; take --all, a file, or some of {known}"
+        )
+    found = report.prove(chosen, options.ranks, [_read(name) for name in files], options.slots)
+    print(found)
+    if options.mutations:
+        found.mutate(chosen, options.mutations, options.seed)
+        print(found.mutants)
+    if options.json:
+        Path(options.json).write_text(json.dumps(found.as_json(), indent=1))
+    return 0 if found.good else 1
+
+
+def _load(options: argparse.Namespace) -> Schedule:
+    if Path(options.algorithm).suffix in _READERS:
+        return _read(options.algorithm)
+    params = dict(options.param)
+    return generate(options.algorithm, options.ranks, collective=options.collective, **params)
+
+
+_READERS = {".json": Schedule.from_json, ".xml": from_msccl}
+
+
+def _read(path: str) -> Schedule:
+    return _READERS[Path(path).suffix](Path(path).read_text())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m pynccl.collectives", description=_first_line())
+    commands = parser.add_subparsers(dest="command", required=True)
+    show = commands.add_parser("show", help="print the steps of an algorithm, and its proof")
+    show.set_defaults(run=_show)
+    _one_algorithm(show)
+    form = show.add_mutually_exclusive_group()
+    form.add_argument("--table", action="store_true", help="a line for each step instead of a drawing")
+    form.add_argument("--json", action="store_true", help="the schedule as JSON")
+    form.add_argument("--xml", action="store_true", help="the schedule as MSCCL XML")
+    costs = commands.add_parser("cost", help="what an algorithm costs, and its critical path")
+    costs.set_defaults(run=_cost)
+    _one_algorithm(costs)
+    _sizes(costs)
+    costs.add_argument("--trace", help="write the timeline for Perfetto to this file")
+    compare = commands.add_parser("compare", help="the costs of several algorithms side by side")
+    compare.set_defaults(run=_compare)
+    compare.add_argument("--algorithms", help="ring,tree,...; none: all of the collective")
+    compare.add_argument("--ranks", type=int, default=8)
+    compare.add_argument("--collective", default="all_reduce", choices=COLLECTIVES)
+    _sizes(compare)
+    compare.add_argument("--png", help="draw the times over sizes from 1K to 1G into this file")
+    prove = commands.add_parser("verify", help="prove algorithms for many numbers of ranks")
+    prove.set_defaults(run=_verify)
+    prove.add_argument("algorithm", nargs="*", help="names, or files of schedules")
+    prove.add_argument("--all", action="store_true", help="every algorithm with all its variants and roots")
+    prove.add_argument("--ranks", type=_numbers, default=list(range(1, 9)), help="such as 8 or 1-33 or 2,4,8")
+    prove.add_argument("--collective", choices=COLLECTIVES)
+    prove.add_argument("--slots", type=_numbers, default=list(SLOTS), help="messages that a connection holds")
+    prove.add_argument("--json", help="write what was found to this file")
+    prove.add_argument("--mutations", type=int, default=0, help="test with this many wrong schedules, too")
+    prove.add_argument("--seed", type=int, default=0, help="of the choice of mutations")
+    commands.add_parser(
+        "selftest", help="run every algorithm against the library's own; start it with launch"
+    )
+    return parser
+
+
+def _first_line() -> str:
+    return (__doc__ or "").splitlines()[0]
+
+
+def _one_algorithm(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("algorithm", help="its name, or the file of a schedule (.json, .xml)")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--collective", default="all_reduce", choices=COLLECTIVES)
+    parser.add_argument("-p", "--param", type=_param, action="append", default=[], help="such as channels=2")
+
+
+def _sizes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--bytes", type=_bytes, default=[1 << 20], help="such as 1M or 1K,1M,1G")
+    parser.add_argument("--itemsize", type=int, default=4, help="bytes of an element")
+    parser.add_argument("--topology", default="flat", help="flat, nodes:8, rails:8, nodes:8,8,4")
+    parser.add_argument("--json", action="store_true")
+
+
+def _bytes(text: str) -> list[int]:
+    sizes = []
+    for each in text.upper().split(","):
+        number = each.rstrip("KMGIB")
+        unit = each[len(number) :].replace("I", "").replace("B", "")
+        if not number.isdigit() or unit not in _UNITS:
+            raise argparse.ArgumentTypeError(f"{each!r} is no size; write 4096, 64K, 1M or 2G")
+        sizes.append(int(number) * _UNITS[unit])
+    return sizes
+
+
+def _numbers(text: str) -> list[int]:
+    numbers: list[int] = []
+    for each in text.split(","):
+        first, _, last = each.partition("-")
+        if not first.isdigit() or not (last or first).isdigit():
+            raise argparse.ArgumentTypeError(f"{each!r} is no number or range; write 8, 1-33 or 2,4,8")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
+def _param(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: write name=value")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
