@@ -378,3 +378,27 @@ def test_a_put_that_is_queued_outlives_its_window() -> None:
         return int(memory.sum())
 
     assert run_ranks(2, rank, library="host") == [0, 5 << 16]
+
+
+def test_memory_that_a_late_peer_may_still_write_to_is_not_given_out_again() -> None:
+    """Rank 1 has been told where rank 0's array lies, and comes when rank 0 has given up and freed it."""
+
+    def rank(rank, n, uid):
+        comm = pynccl.Communicator(n, uid, rank, library="host", timeout=0.3 if rank == 0 else 30)
+        x = comm.empty(100_000, np.float32)
+        if rank == 1:
+            with pytest.raises(pynccl.RemoteError):
+                while True:
+                    comm.recv(np.empty(1), 0)  # until rank 0 has given up
+            comm.abort()
+            return 0
+        with pytest.raises(pynccl.NcclTimeoutError, match="rank 0 waited"):
+            comm.all_reduce(x)
+        comm.abort()
+        before = x.ctypes.data
+        del x
+        with pynccl.Communicator(1, pynccl.get_unique_id("host"), 0, library="host") as alone:
+            return abs(alone.empty(100_000, np.float32).ctypes.data - before)
+
+    apart, _ = run_ranks(2, rank, comm=False, library="host")
+    assert apart >= 400_000

@@ -215,15 +215,18 @@ SCENE(waiting_on_a_default_stream_blocks_the_caller_with_a_time_limit) {
   CHECK(pyncclEventDestroy(event) == ncclSuccess);
 }
 
-SCENE(an_event_that_does_not_come_is_the_waiting_streams_error) {
+SCENE(work_behind_an_event_never_runs_before_it) {
   void *stuck = new_stream(), *waiter = new_stream(), *event = new_event();
   struct gate gate = GATE;
+  struct note behind;
   CHECK(stream_enqueue(stuck, pass, &gate) == ncclSuccess && pyncclEventRecord(event, stuck) == ncclSuccess);
-  test_timeout = 0.03; /* of the thread that calls */
-  CHECK(pyncclStreamWaitEvent(waiter, event) == ncclSuccess);
+  test_timeout = 0.03; /* of the thread that calls: no deadline of the stream's own order */
+  CHECK(pyncclStreamWaitEvent(waiter, event) == ncclSuccess && pyncclStreamLaunchHostFunc(waiter, note, &behind) == ncclSuccess);
+  FAILS(pyncclStreamSynchronize(waiter, 0.1), ncclTimeout, "pyncclStreamSynchronize: waited 0.1 s; 0 of the stream's 2 tasks have completed");
+  CHECK(atomic_load(&steps) == 0);
   test_timeout = 30;
-  FAILS(pyncclStreamSynchronize(waiter, 0), ncclTimeout, "pyncclStreamWaitEvent: waited 0.0 s for an event");
   open_gate(&gate);
+  CHECK(pyncclStreamSynchronize(waiter, 0) == ncclSuccess && atomic_load(&steps) == 1);
   wait_and_destroy(stuck);
   wait_and_destroy(waiter);
   CHECK(pyncclEventDestroy(event) == ncclSuccess);

@@ -222,6 +222,8 @@ static ncclResult_t push_slice(const struct op *op) {
   for (size_t at = slice_start(op, op->count, comm->rank) * op->element; at < end; at += PUSH_BLOCK) {
     const size_t length = end - at < PUSH_BLOCK ? end - at : PUSH_BLOCK;
     const char *inputs[MAX_RANKS];
+    for (int rank = 0; rank < comm->nranks; rank++)
+      if (given_up_by(comm, rank)) return fail(op->comm, ncclRemoteError, "rank %d has given up while this rank wrote to its memory", rank);
     for (int rank = 0; rank < comm->nranks; rank++) inputs[rank] = sources[rank] + at;
     reduce_from(op, targets[0] + at, inputs, length);
     for (int i = 1; i < ntargets; i++) move(targets[i] + at, targets[0] + at, length);
@@ -365,9 +367,10 @@ enum progress collective_progress(struct op *op) {
   struct ncclComm *comm = op->comm;
   bool moved = false;
   if (op->phase == QUEUED) {
-    op->steps = atomic_load_explicit(&comm->done, memory_order_acquire);
+    const uint64_t done = atomic_load_explicit(&comm->done, memory_order_acquire);
     op->awaited = -1;
-    if (op->steps + 1 != op->ticket) return WAITING;
+    op->steps = done + atomic_load_explicit(&lines_of(comm, comm->rank)->ticks, memory_order_relaxed); /* moves while the queue does */
+    if (done + 1 != op->ticket) return WAITING;
     op->step = op->steps = 0;
     if (comm->nranks == 1) {
       alone(op);

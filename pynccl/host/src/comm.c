@@ -142,6 +142,21 @@ char *comm_peer_heap(struct ncclComm *comm, int rank) {
   return heap;
 }
 
+bool given_up_by(const struct ncclComm *comm, int rank) {
+  return atomic_load_explicit(&comm->head->failed, memory_order_relaxed) != ncclSuccess ||
+         atomic_load_explicit(&lines_of(comm, rank)->life, memory_order_relaxed) >= LIFE_FINALIZED;
+}
+
+#define PIECE ((size_t)1 << 18) /* bytes copied to a peer between two looks: tens of microseconds */
+
+ncclResult_t copy_to_peer(struct ncclComm *comm, int rank, void *to, const void *from, size_t bytes) {
+  for (size_t at = 0; at < bytes; at += PIECE) {
+    if (given_up_by(comm, rank)) return fail(comm, ncclRemoteError, "rank %d has given up while this rank wrote to its memory", rank);
+    memcpy((char *)to + at, (const char *)from + at, bytes - at < PIECE ? bytes - at : PIECE);
+  }
+  return ncclSuccess;
+}
+
 /* ---- unique ids and configurations ------------------------------------------------------------------------------------------------ */
 
 static const char id_magic[8] = "pynccl01";

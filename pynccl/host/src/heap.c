@@ -20,6 +20,7 @@
 
 struct block {
   size_t offset, bytes;
+  bool retired; /* never to be given out again */
 };
 
 struct arena {
@@ -78,6 +79,7 @@ ncclResult_t heap_free(void *pointer) {
   struct block *block = offset == NOT_MAPPED ? NULL : find_block(offset);
   if (block) {
     punch(block->offset, block->bytes);
+    if (block->retired) goto out; /* its memory goes back, its range stays taken */
     size_t after = arena->nblocks - (size_t)(block + 1 - arena->blocks);
     memmove(block, block + 1, after * sizeof *block);
     arena->nblocks--;
@@ -87,8 +89,18 @@ ncclResult_t heap_free(void *pointer) {
       if ((uintptr_t)pointer - (uintptr_t)old->base < SPAN) why = "was allocated by the process that this one was forked from, which alone can free it";
     result = fail(NULL, ncclInvalidArgument, "ncclMemFree: %p %s", pointer, why);
   }
+out:
   pthread_mutex_unlock(&lock);
   return result;
+}
+
+void heap_retire(const void *pointer) {
+  const uint64_t offset = heap_offset(pointer, 0);
+  if (offset == NOT_MAPPED) return;
+  pthread_mutex_lock(&lock);
+  for (size_t i = 0; arena != NULL && i < arena->nblocks; i++)
+    if (offset - arena->blocks[i].offset < arena->blocks[i].bytes) arena->blocks[i].retired = true;
+  pthread_mutex_unlock(&lock);
 }
 
 uint64_t heap_offset(const void *pointer, size_t bytes) {
@@ -173,7 +185,7 @@ static ncclResult_t insert_block(size_t bytes, size_t *offset) {
     arena->room = room;
   }
   memmove(arena->blocks + at + 1, arena->blocks + at, (arena->nblocks - at) * sizeof *arena->blocks);
-  arena->blocks[at] = (struct block){end, bytes};
+  arena->blocks[at] = (struct block){.offset = end, .bytes = bytes};
   arena->nblocks++;
   *offset = end;
   return ncclSuccess;

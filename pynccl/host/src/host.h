@@ -93,6 +93,9 @@ void segment_detach(struct segment *segment);
 
 ncclResult_t heap_alloc(void **pointer, size_t bytes); /* page-granular, page-aligned, zeroed */
 ncclResult_t heap_free(void *pointer);
+/* A peer may still write to the block at `pointer` (any address in it), though its operation failed here: when freed, its range is never given
+ * out again. Nothing to do for memory that is not from the heap. */
+void heap_retire(const void *pointer);
 uint64_t heap_offset(const void *pointer, size_t bytes); /* offset in this process's heap, or NOT_MAPPED; a few ns */
 int heap_descriptor(void);                               /* the heap's memfd in this process, -1 while there is none */
 size_t heap_span(void);                                  /* bytes of address space of every heap that this process makes (same in all processes) */
@@ -257,6 +260,9 @@ ncclResult_t exchange(struct ncclComm *comm, const struct token *token, const vo
                       const char *what);
 /* Break the communicator: remember the error, tell the peers through the segment. */
 ncclResult_t comm_break(struct ncclComm *comm, ncclResult_t code, const char *format, ...) __attribute__((format(printf, 3, 4)));
+/* Copy into a peer's memory, piece by piece: a rank that was stopped meanwhile must not go on after the others have given up. */
+ncclResult_t copy_to_peer(struct ncclComm *comm, int rank, void *to, const void *from, size_t bytes);
+bool given_up_by(const struct ncclComm *comm, int rank); /* does nobody want that rank's memory to be written any more? */
 char *comm_peer_heap(struct ncclComm *comm, int rank); /* maps it when first needed; NULL on failure */
 
 /* ---- operations ---------------------------------------------------------------------------------------------------------------- */

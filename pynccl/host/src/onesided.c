@@ -119,6 +119,7 @@ void windows_free(struct ncclComm *comm) {
   struct ncclWindow_vidmem *next;
   for (struct ncclWindow_vidmem *window = comm->window_list; window != NULL; window = next) {
     next = window->next;
+    if (atomic_load(&comm->state) != ncclSuccess || atomic_load(&comm->abort)) heap_retire(window->pointer); /* a put may be on its way */
     free(window);
   }
 }
@@ -237,7 +238,8 @@ enum progress put_progress(struct op *op) {
     comm_break(comm, ncclSystemError, "put: %s", thread_error());
     return op_finish(op, ncclSystemError);
   }
-  if (op->bytes > 0) memcpy(heap + op->target, op->send, op->bytes);
+  const ncclResult_t code = copy_to_peer(comm, op->root, heap + op->target, op->send, op->bytes);
+  if (code != ncclSuccess) return op_finish(op, code);
   raise_signal(op);
   return op_finish(op, ncclSuccess);
 }

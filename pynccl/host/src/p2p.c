@@ -75,7 +75,8 @@ static enum progress pass(struct op *op) {
     } else if (sending(op)) {
       char *heap = comm_peer_heap(op->comm, op->root);
       if (heap == NULL) return broken(op, ncclSystemError);
-      memcpy(heap + channel->recvs[op->ticket & 1].recv_at, op->send, op->bytes);
+      const ncclResult_t code = copy_to_peer(op->comm, op->root, heap + channel->recvs[op->ticket & 1].recv_at, op->send, op->bytes);
+      if (code != ncclSuccess) return broken(op, code);
     }
     atomic_store_explicit(sending(op) ? &channel->sent : &channel->got, chunk + 1, memory_order_release);
   }
@@ -89,9 +90,10 @@ enum progress message_progress(struct op *op) {
   struct flow *flow = flow_of(op);
   bool moved = false;
   if (op->phase == QUEUED) {
-    op->steps = atomic_load_explicit(&flow->done, memory_order_acquire);
+    const uint64_t done = atomic_load_explicit(&flow->done, memory_order_acquire);
     op->awaited = -1;
-    if (op->steps + 1 != op->ticket) return WAITING;
+    op->steps = done + atomic_load_explicit(sending(op) ? &channel->sent : &channel->got, memory_order_relaxed); /* moves while the queue does */
+    if (done + 1 != op->ticket) return WAITING;
     op->step = op->steps = 0;
     if (sending(op) && !flow->reserved && op->bytes > 0) { /* the channel's memory becomes real with its first message */
       const ncclResult_t code = reserve(comm->segment->fd, slot_offset(op, 0), P2P_SLOTS * comm->layout.p2p_chunk, "a channel between two ranks");

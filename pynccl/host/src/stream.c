@@ -349,6 +349,10 @@ static ncclResult_t wait_for(struct record *record, double timeout, const char *
   return fail(NULL, ncclTimeout, "%s: waited %.1f s for an event; the stream on which it was recorded has not got there", call, timeout);
 }
 
+/* A worker that gave up waiting would let later work run too early, on data that is not there yet. What it waits for has deadlines of its
+ * own, and so has whoever synchronises with this stream. */
+#define FOR_EVER 1e9
+
 struct pending_wait { /* a task */
   struct record *record;
   double timeout;
@@ -376,7 +380,7 @@ static ncclResult_t wait_on(void *stream, struct record *record) {
     result = fail(NULL, ncclSystemError, "out of memory for a task of a stream");
     goto out;
   }
-  *wait = (struct pending_wait){record, default_timeout()}; /* the caller's default, not the worker's */
+  *wait = (struct pending_wait){record, FOR_EVER};
   result = push(stream, (struct task){.run = wait_on_worker, .argument = wait});
   if (result == ncclSuccess) return ncclSuccess;
 

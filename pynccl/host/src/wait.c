@@ -166,7 +166,7 @@ static ncclResult_t look(struct op *op, double time, bool ask_kernel) {
     return fail(comm, ncclRemoteError, "%s: %s", op_words(op, words, sizeof words), comm->head->text);
   }
   if (op->since == 0) op->since = time;
-  if (op->awaited < 0) { /* waits for an earlier operation of this rank, which has a deadline of its own: ours starts when the queue moves */
+  if (op->awaited < 0) { /* waits for an earlier operation of this rank, which has a deadline of its own: ours starts anew whenever that moves */
     if (op->step != op->steps) {
       op->step = op->steps;
       op->since = time;
@@ -249,7 +249,10 @@ ncclResult_t run(struct op **ops, int n, bool interruptible) {
       ncclResult_t code = stop ? comm_break(op->comm, ncclSystemError, "%s: interrupted on rank %d while waiting for rank %d",
                                             op_words(op, words, sizeof words), op->comm->rank, op->awaited)
                                : look(op, time, ask_kernel);
-      if (code != ncclSuccess) op_finish(op, code);
+      if (code != ncclSuccess) {
+        if (op->phase != QUEUED && op->recv != NULL) heap_retire(op->recv); /* peers may have been told where it lies */
+        op_finish(op, code);
+      }
       if (op->phase == COMPLETE) {
         say_doing(op, false);
         if (result == ncclSuccess) result = op->result;
