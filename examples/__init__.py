@@ -1,1 +1,1 @@
-"""Programs to read and to run: `hello.py` first, then `train_bytes_lm.py`; `demo.py` shows everything."""
+"""Programs to read and to run: `hello.py` first, then `numpy_gpt.py`; `demo.py` shows everything."""
