@@ -672,20 +672,30 @@ ncclResult_t ncclCommGrow(ncclComm_t handle, int nranks, const ncclUniqueId *id,
 
 /* ---- the ends ------------------------------------------------------------------------------------------------------------------------ */
 
-/* Wait until this rank's own work on the communicator is over (or `seconds` have passed): bounded, whatever the work does. */
-static bool quiet(struct ncclComm *comm, int callers, double seconds, bool interruptible) {
+/* Wait until this rank's own work on the communicator is over (or `seconds` have passed): bounded, whatever the work does. With `stopped`
+ * the interrupt check may end it as well, which sets that. */
+static bool quiet(struct ncclComm *comm, int callers, double seconds, bool *stopped) {
   const double deadline = now() + seconds;
   double asked = now();
   while (atomic_load(&comm->pending) > 0 || atomic_load(&comm->users) > callers || atomic_load(&comm->state) == ncclInProgress) {
     const double time = now();
     if (time > deadline) return false;
-    if (interruptible && time - asked > 50e-3) {
+    if (stopped != NULL && time - asked > 50e-3) {
       asked = time;
-      if (interrupted()) return false;
+      if ((*stopped = interrupted())) return false;
     }
     nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL);
   }
   return true;
+}
+
+/* For an end that its caller may ask for again: after an error the communicator is as it was. */
+static ncclResult_t become_quiet(struct ncclComm *comm, const char *call) {
+  bool stopped = false;
+  if (quiet(comm, 1, comm->timeout, &stopped)) return ncclSuccess;
+  if (stopped) return fail(comm, ncclSystemError, "%s: interrupted", call);
+  return fail(comm, ncclTimeout, "%s: work of this rank has not ended within %.1f s (%d operations under way); use ncclCommAbort", call, comm->timeout,
+              atomic_load(&comm->pending));
 }
 
 static void set_life(struct ncclComm *comm, enum life life) {
@@ -702,9 +712,7 @@ ncclResult_t ncclCommFinalize(ncclComm_t handle) {
   } else if (!comm->blocking) {
     atomic_store(&comm->finalized, 1);
     code = atomic_load(&comm->pending) > 0 ? ncclInProgress : ncclSuccess;
-  } else if (!quiet(comm, 1, comm->timeout, true)) {
-    code = fail(comm, ncclTimeout, "ncclCommFinalize: %d operations of this rank have not ended within %.1f s", atomic_load(&comm->pending), comm->timeout);
-  } else {
+  } else if ((code = become_quiet(comm, "ncclCommFinalize")) == ncclSuccess) {
     atomic_store(&comm->finalized, 1);
     set_life(comm, LIFE_FINALIZED);
     code = (ncclResult_t)atomic_load(&comm->state);
@@ -724,8 +732,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t handle) {
   struct ncclComm *comm = comm_enter(handle, "ncclCommDestroy", false, &code);
   if (comm == NULL) return code;
   if (atomic_load(&comm->state) == ncclInProgress) atomic_store(&comm->abort, 1);
-  if (!quiet(comm, 1, comm->timeout, true)) {
-    code = fail(comm, ncclTimeout, "ncclCommDestroy: work of this rank has not ended within %.1f s; use ncclCommAbort", comm->timeout);
+  if ((code = become_quiet(comm, "ncclCommDestroy")) != ncclSuccess) {
     comm_leave(comm);
     return code;
   }
@@ -735,7 +742,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t handle) {
   }
   set_life(comm, LIFE_DESTROYED);
   comm_leave(comm);
-  quiet(comm, 0, 1.0, false); /* a caller that was just refused may still be on its way out */
+  quiet(comm, 0, 1.0, NULL); /* a caller that was just refused may still be on its way out */
   comm_free(comm);
   return ncclSuccess;
 }
@@ -751,7 +758,7 @@ ncclResult_t ncclCommAbort(ncclComm_t handle) {
   }
   set_life(comm, LIFE_ABORTED);
   comm_leave(comm);
-  if (!quiet(comm, 0, 10.0, false)) /* a worker stuck in the user's own function: its memory must outlive it */
+  if (!quiet(comm, 0, 10.0, NULL)) /* a worker stuck in the user's own function: its memory must outlive it */
     return fail(NULL, ncclTimeout, "ncclCommAbort: work of this rank has not stopped within 10 s; its memory is kept");
   comm_free(comm);
   return ncclSuccess;
@@ -768,7 +775,7 @@ ncclResult_t ncclCommRevoke(ncclComm_t handle, int flags) {
   else {
     atomic_store(&comm->revoked, 1);
     set_life(comm, LIFE_REVOKED);
-    if (comm->blocking && !quiet(comm, 1, comm->timeout, false))
+    if (comm->blocking && !quiet(comm, 1, comm->timeout, NULL))
       code = fail(comm, ncclTimeout, "ncclCommRevoke: work of this rank has not stopped within %.1f s", comm->timeout);
   }
   comm_leave(comm);
