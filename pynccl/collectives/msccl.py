@@ -10,6 +10,7 @@ format.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
@@ -161,15 +162,10 @@ class _Part:
 
 @dataclasses.dataclass
 class _Line:
-    """A step of a thread block, as parts that follow each other, and the (block, step) that it waits for."""
+    """A step of a thread block, as parts that follow each other, and the (block, step)s that it waits for."""
 
     parts: list[_Part]
-    waits: tuple[int, int]
-
-    @property
-    def over(self) -> int:
-        """The round of its last part; -1 if that has none yet."""
-        return self.parts[-1].round
+    waits: tuple[tuple[int, int], ...]
 
 
 def from_msccl(text: str) -> Schedule:
@@ -200,6 +196,8 @@ def _import(algo: ElementTree.Element) -> Schedule:
     ranks = [_import_rank(rank, gpu, parts, scratch, in_place) for rank, gpu in enumerate(gpus)]
     written = [part for blocks_ in ranks for lines in blocks_ for line in lines for part in line.parts]
     if any(part.round < 0 for part in written):
+        for part in written:
+            part.round = -1
         _give_rounds(ranks)
     steps = []
     for rank, blocks_ in enumerate(ranks):
@@ -264,58 +262,95 @@ def _import_rank(
                 index += 1
             if kind == "rrs":
                 spare += -(-(parts + count) // parts) * parts
-            lines.append(_Line(made, (int(step.attrib["depid"]), int(step.attrib["deps"]))))
+            wait = (int(step.attrib["depid"]), int(step.attrib["deps"]))
+            lines.append(_Line(made, (wait,) if wait[0] >= 0 else ()))
         ranks_lines.append(lines)
     return ranks_lines
 
 
 def _give_rounds(ranks: list[list[list[_Line]]]) -> None:
     """Give each part the first round in which all that it waits for is over and its message sent."""
-    ended: dict[tuple[int, int, int], int] = {}  # (rank, block, step): round
-    at = {(r, b): (0, 0) for r, blocks in enumerate(ranks) for b in range(len(blocks))}
-    sent: dict[tuple[int, int, int], list[int]] = {}
-    taken: dict[tuple[int, int, int], int] = {}
+    state = [_Block(rank, lines) for rank, blocks in enumerate(ranks) for lines in blocks]
+    blocks_of = [[block for block in state if block.rank == rank] for rank in range(len(ranks))]
+    on_the_way: collections.Counter[tuple[int, int, int]] = collections.Counter()
     round_ = 0
-    while at:
-        ending: dict[tuple[int, int, int], int] = {}
+    while not all(block.ended for block in state):
         moved = False
         for sending in (True, False):  # what is sent in a round can be received in it
-            for (rank, block), (step, part) in sorted(at.items()):
-                lines = ranks[rank][block]
-                if step == len(lines):
-                    del at[rank, block]
-                    moved = True
-                    continue
-                line = lines[step]
-                wait = (rank, *line.waits)
-                if line.waits[0] >= 0 and part == 0 and ended.get(wait, round_) >= round_:
-                    continue
-                if not line.parts:  # a nop
-                    ended[rank, block, step] = round_ - 1
-                    at[rank, block] = (step + 1, 0)
-                    moved = True
-                    continue
-                this = line.parts[part]
-                if (this.step.kind == Kind.SEND) != sending or ending.get((rank, block, -1)) == round_:
-                    continue
-                if this.step.kind == Kind.SEND:
-                    sent.setdefault((rank, this.step.peer, this.step.channel), []).append(round_)
-                elif this.step.kind <= Kind.RECV_REDUCE:
-                    connection = (this.step.peer, rank, this.step.channel)
-                    if taken.get(connection, 0) >= len(sent.get(connection, [])):
-                        continue
-                    taken[connection] = taken.get(connection, 0) + 1
-                this.round = round_
-                moved = True
-                ending[rank, block, -1] = round_
-                if part + 1 < len(line.parts):
-                    at[rank, block] = (step, part + 1)
-                else:
-                    at[rank, block] = (step + 1, 0)
-                    ending[rank, block, step] = round_
-        ended.update({key: value for key, value in ending.items() if key[2] >= 0})
+            for block in state:
+                moved |= block.advance(round_, sending, blocks_of[block.rank], on_the_way)
         if not moved:
-            raise ValueError(
-                f"msccl: the program stops for good; blocks {sorted(at)[:8]} wait for each other"
-            )
+            stuck = sorted({block.rank for block in state if not block.ended})
+            raise ValueError(f"msccl: the program stops for good; ranks {stuck[:8]} wait for each other")
         round_ += 1
+
+
+class _Block:
+    """Where a thread block stands while rounds are given."""
+
+    def __init__(self, rank: int, lines: list[_Line]) -> None:
+        self.rank, self.lines = rank, lines
+        self.at, self.within = 0, 0  # the next line, and part of it
+        self.over: list[int] = []  # the round in which each line ended
+        self.latest: tuple[int, list[Step]] = (-1, [])  # the last round in which it did something, and what
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has nothing more to do."""
+        return self.at == len(self.lines)
+
+    def advance(
+        self,
+        round_: int,
+        sending: bool,
+        others: list[_Block],
+        on_the_way: collections.Counter[tuple[int, int, int]],
+    ) -> bool:
+        """Do the next part in this round if it can be done, and say whether anything was."""
+        if self.ended:
+            return False
+        line = self.lines[self.at]
+        if self.within == 0 and not all(others[b].is_over(i, round_) for b, i in line.waits):
+            return False
+        if not line.parts:  # a nop is over with what it waits for
+            self._end_line(max((others[b].over[i] for b, i in line.waits), default=-1))
+            return True
+        part = line.parts[self.within]
+        step = part.step
+        if (step.kind == Kind.SEND) != sending or not self._follows(step, round_):
+            return False
+        if step.kind == Kind.SEND:
+            on_the_way[self.rank, step.peer, step.channel] += 1
+        elif step.kind <= Kind.RECV_REDUCE:
+            connection = (step.peer, self.rank, step.channel)
+            if not on_the_way[connection]:
+                return False
+            on_the_way[connection] -= 1
+        part.round = round_
+        self.latest = (round_, [*self._done(round_), step])
+        self.within += 1
+        if self.within == len(line.parts):
+            self._end_line(round_)
+        return True
+
+    def is_over(self, line: int, round_: int) -> bool:
+        """Whether a line ended before a round."""
+        return line < len(self.over) and self.over[line] < round_
+
+    def _end_line(self, round_: int) -> None:
+        self.over.append(round_)
+        self.at, self.within = self.at + 1, 0
+
+    def _done(self, round_: int) -> list[Step]:
+        return self.latest[1] if self.latest[0] == round_ else []
+
+    def _follows(self, step: Step, round_: int) -> bool:
+        """Whether a step can be in this round, given what the block has done in it: nothing, or a send.
+
+        Behind a send, because sends read before anything is written; but nothing may land on what is sent.
+        """
+        done = self._done(round_)
+        if step.kind == Kind.SEND or any(other.kind != Kind.SEND for other in done):
+            return not done
+        sent = {cell for other in done for cell in _cells(other.src)}
+        return step.kind != Kind.RECV or sent.isdisjoint(_cells(step.dst))
