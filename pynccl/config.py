@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -91,18 +90,6 @@ def communicator_config(
 
 def is_blocking(config: ncclConfig_t | None) -> bool:
     return config is None or config.blocking != 0
-
-
-def timeout_from_environment() -> float | None:
-    """``PYNCCL_TIMEOUT`` in seconds; None when it is not set, or not positive."""
-    text = os.environ.get("PYNCCL_TIMEOUT")
-    if not text:
-        return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        raise InvalidArgumentError(f"PYNCCL_TIMEOUT={text!r} is not a number of seconds") from None
-    return seconds if seconds > 0 else None
 
 
 def algorithm_config(call: str, library: Library, function: str, algorithm: str) -> ncclCollConfig_t:

@@ -20,14 +20,15 @@ from typing import Any, NoReturn, TypeVar
 
 from . import gpu, interrupts
 from .abi.enums import Result
-from .abi.errors import InProgressError, InvalidArgumentError, InvalidUsageError, NcclTimeoutError, check
+from .abi.errors import InProgressError, InvalidUsageError, NcclTimeoutError, check
 from .abi.library import Library
 from .abi.types import ncclConfig_t
-from .config import communicator_config, is_blocking, timeout_from_environment
+from .config import communicator_config, is_blocking
 from .flight import keep_for_ever
 from .group import Deferred
 from .operations import Place
 from .threadstate import current
+from .timeouts import check_patience, check_timeout, timeout_from_environment
 
 Config = Mapping[str, Any] | ncclConfig_t | None
 Self = TypeVar("Self", bound="Core")
@@ -81,17 +82,18 @@ class Core:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until a non-blocking communicator has done what it is doing; raise the error if that failed.
 
-        ``timeout`` is in seconds (None: the communicator's own, else no limit); NcclTimeoutError after that.
+        ``timeout`` is in seconds (0: look once; None: the communicator's own, else no limit);
+        NcclTimeoutError after that.
         """
         self._check_not_ended("wait")
-        limit = timeout if timeout is not None else self._timeout
+        limit = check_patience("wait", timeout) if timeout is not None else self._timeout
         deadline = None if limit is None else time.monotonic() + limit
         pause = 1e-5
         while (code := self._poll("wait")) == Result.IN_PROGRESS:
             if deadline is not None and time.monotonic() > deadline:
                 raise NcclTimeoutError(
                     f"wait: communicator{self._label} of rank {self.rank} is still in progress after "
-                    f"{limit} s; "
+                    f"{limit:g} s; "
                     "look for ranks that did not make the same call, then abort()",
                     code=int(Result.TIMEOUT),
                     call="wait",
@@ -269,12 +271,8 @@ class Core:
         self, lib: Library, rank: int, size: int, timeout: float | None, name: str | None, config: Config
     ) -> None:
         """Everything but the handle."""
-        if timeout is not None and not isinstance(timeout, (int, float)):
-            raise TypeError(f"Communicator: timeout={timeout!r} must be a number of seconds, or None")
-        if timeout is not None and not timeout > 0:
-            raise InvalidArgumentError(
-                f"Communicator: timeout={timeout!r} must be a positive number of seconds"
-            )
+        timeout = check_timeout("Communicator", timeout)
+        default = timeout_from_environment("Communicator")  # the host library looks itself: this is the check
         self._ended = "never made"
         self.library, self.rank, self.size, self.name = lib, rank, size, name
         self._called = name  # what messages call it; the host library has a name for all
@@ -291,7 +289,7 @@ class Core:
         self._token: Any = None
         if self.on_gpu:
             gpu.require()
-        self._timeout = timeout if timeout is not None or not self.on_gpu else timeout_from_environment()
+        self._timeout = timeout if timeout is not None or not self.on_gpu else default
         # NCCL's blocking calls have no deadline and cannot be interrupted. With a time limit its
         # communicators are made non-blocking, and the waiting is done here.
         polled = self.on_gpu and self._timeout is not None
@@ -379,7 +377,7 @@ class Core:
         if self._timeout is None or self.library.kind != "host":
             yield
             return
-        self.library.pyncclSetTimeout(None, float(self._timeout))
+        self.library.pyncclSetTimeout(None, self._timeout)
         try:
             yield
         finally:

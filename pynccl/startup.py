@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import TYPE_CHECKING, Any
 
 from . import gpu, rendezvous
@@ -11,6 +10,7 @@ from .abi.errors import InvalidArgumentError, InvalidUsageError
 from .abi.library import Library, load
 from .communicator import Communicator
 from .config import UniqueId, get_unique_id
+from .timeouts import check_timeout, timeout_from_environment
 
 if TYPE_CHECKING:
     from .communicator import Config
@@ -45,6 +45,7 @@ def init(
     >>> with pynccl.init() as comm:                            # doctest: +SKIP
     ...     comm.all_reduce(x)
     """
+    limit, default = check_timeout("init", timeout), timeout_from_environment("init")
     if unique_id is not None and rank is not None and size is not None:
         place = rendezvous.Place(rank, size, rank, size, "")
     else:
@@ -53,20 +54,19 @@ def init(
     if lib.kind != "host":
         _choose_gpu(place.local_rank)
     if unique_id is None:
-        unique_id = _share(lib, place, timeout)
+        unique_id = _share(lib, place, limit if limit is not None else default or _DEFAULT_TIMEOUT)
     return Communicator(
-        place.size, unique_id, place.rank, config=config, library=lib, timeout=timeout, name=name
+        place.size, unique_id, place.rank, config=config, library=lib, timeout=limit, name=name
     )
 
 
-def _share(lib: Library, place: Any, timeout: float | None) -> UniqueId:
+def _share(lib: Library, place: Any, timeout: float) -> UniqueId:
     """Rank 0's unique id, on every rank, with the proof that all use one kind of library."""
     offer = None
     if place.rank == 0:
         uid = bytes(get_unique_id(lib)).hex()
         offer = json.dumps({"uid": uid, "kind": lib.kind, "version": lib.version}).encode()
-    limit = timeout if timeout is not None else float(os.environ.get("PYNCCL_TIMEOUT") or _DEFAULT_TIMEOUT)
-    answer = rendezvous.share(offer, place, timeout=limit)
+    answer = rendezvous.share(offer, place, timeout=timeout)
     try:
         theirs = json.loads(answer)
         received = UniqueId.from_bytes(bytes.fromhex(theirs["uid"]))

@@ -23,6 +23,7 @@ from .abi.library import Library, load
 from .abi.types import pyncclHostFn_t
 from .flight import HostFlight, abandon, hand_over, leave, leave_to_parent, sweep
 from .threadstate import current
+from .timeouts import library_patience, timeout_from_environment
 
 
 class Stream:
@@ -51,6 +52,7 @@ class Stream:
                 f"Stream: {self.library.path} has no host streams; on GPUs use your array library's streams "
                 "(cupy.cuda.Stream, torch.cuda.Stream)"
             )
+        timeout_from_environment("Stream")  # the library looks itself, and takes the default for nonsense
         interrupts.install(self.library)
         sweep()
         self._outer: list[Stream | None] = []
@@ -71,9 +73,13 @@ class Stream:
         return self._flight.handle is None
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Wait until all work queued so far is done, and raise its first error. ``timeout`` is in seconds."""
+        """Wait until all work queued so far is done, and raise its first error.
+
+        ``timeout`` is in seconds (None: ``PYNCCL_TIMEOUT``, else 600; 0: look once); NcclTimeoutError after
+        that, and the work goes on.
+        """
         call = "Stream.synchronize"
-        code = self.library.pyncclStreamSynchronize(self._open(call), timeout or 0.0)
+        code = self.library.pyncclStreamSynchronize(self._open(call), library_patience(call, timeout))
         self._flight.clear_completed()
         self._raise_first(code, call)
 
@@ -209,11 +215,12 @@ class Event:
         stream._flight.hold((self,))
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Wait for the event; ``timeout`` is in seconds."""
-        code = self.library.pyncclEventSynchronize(self.handle, timeout or 0.0)
+        """Wait for the event; ``timeout`` as for ``Stream.synchronize``."""
+        call = "Event.synchronize"
+        code = self.library.pyncclEventSynchronize(self.handle, library_patience(call, timeout))
         if code:
             interrupts.reraise()
-            check(self.library, code, "Event.synchronize")
+            check(self.library, code, call)
 
     def query(self) -> bool:
         """Whether the event is done."""

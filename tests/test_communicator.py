@@ -600,6 +600,8 @@ def test_a_unique_id_travels_as_bytes_and_by_pickle() -> None:
         ((0, 0), {}, pynccl.InvalidArgumentError, "nranks=0"),
         ((2, 2), {}, pynccl.InvalidArgumentError, "rank=2 is not a rank of this communicator; use 0 to 1"),
         ((1, 0), {"timeout": 0}, pynccl.InvalidArgumentError, "timeout=0"),
+        ((1, 0), {"timeout": -1}, pynccl.InvalidArgumentError, "timeout=-1"),
+        ((1, 0), {"timeout": float("nan")}, pynccl.InvalidArgumentError, "timeout=nan"),
         ((1, 0), {"timeout": "soon"}, TypeError, "timeout='soon'"),
         ((1.0, 0), {}, TypeError, "nranks must be an integer, not float"),
         ((1, "0"), {}, TypeError, "rank must be an integer, not str"),
@@ -613,6 +615,46 @@ def test_wrong_arguments_of_init_are_refused(arguments: Any, options: Any, error
     nranks, rank = arguments
     with pytest.raises(error, match=match):
         pynccl.Communicator(nranks, pynccl.get_unique_id("host"), rank, **{"library": "host", **options})
+
+
+@pytest.mark.parametrize("value", ["abc", "-1", "0", "nan", "5x"])
+@pytest.mark.parametrize("timeout", [None, 5])
+def test_a_bad_time_limit_in_the_environment_is_named_wherever_it_is_read(
+    monkeypatch: pytest.MonkeyPatch, value: str, timeout: float | None
+) -> None:
+    uid = pynccl.get_unique_id("host")
+    monkeypatch.setenv("PYNCCL_TIMEOUT", value)
+    for call, make in {
+        "init": lambda: pynccl.init(library="host", timeout=timeout),
+        "Communicator": lambda: pynccl.Communicator(1, uid, 0, library="host", timeout=timeout),
+        "Stream": pynccl.Stream,
+    }.items():
+        with pytest.raises(pynccl.InvalidArgumentError, match=rf"^{call}: PYNCCL_TIMEOUT='{value}' must be"):
+            make()
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), "5"])
+def test_a_bad_time_limit_of_init_is_named(timeout: Any) -> None:
+    with pytest.raises((TypeError, pynccl.InvalidArgumentError), match=f"^init: timeout={timeout!r} must be"):
+        pynccl.init(library="host", timeout=timeout)
+
+
+def test_a_wait_without_end_is_possible_and_a_bad_limit_of_it_is_refused() -> None:
+    uid = pynccl.get_unique_id("host")
+    with pynccl.Communicator(1, uid, 0, library="host", config={"blocking": 0}, timeout=float("inf")) as comm:
+        comm.wait(float("inf"))
+        comm.wait(0)
+        for bad in (float("nan"), -1, "1"):
+            with pytest.raises((TypeError, pynccl.InvalidArgumentError), match=r"^wait: timeout="):
+                comm.wait(bad)  # type: ignore[arg-type]
+
+
+def test_waiting_no_time_for_a_communicator_looks_once() -> None:
+    uid = pynccl.get_unique_id("host")
+    comm = pynccl.Communicator(2, uid, 0, library="host", config={"blocking": 0})
+    with pytest.raises(pynccl.NcclTimeoutError, match="still in progress after 0 s"):
+        comm.wait(0)
+    comm.abort()
 
 
 def test_init_with_no_launcher_is_a_job_of_one() -> None:

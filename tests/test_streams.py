@@ -200,6 +200,25 @@ def test_waiting_for_a_stream_has_a_time_limit(stream: pynccl.Stream) -> None:
     stream.synchronize()
 
 
+def test_waiting_no_time_looks_once(stream: pynccl.Stream) -> None:
+    gate = Gate(stream)
+    event = stream.record()
+    for wait in (stream.synchronize, event.synchronize):
+        with pytest.raises(TimeoutError):
+            wait(timeout=0)
+    gate.open()
+    stream.synchronize(timeout=float("inf"))
+    stream.synchronize(timeout=0)
+    event.synchronize(timeout=0)
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), float("-inf"), "1"])
+def test_a_time_limit_that_is_none_is_refused(stream: pynccl.Stream, timeout: Any) -> None:
+    for wait in (stream.synchronize, stream.record().synchronize):
+        with pytest.raises((TypeError, pynccl.InvalidArgumentError), match=r"\.synchronize: timeout="):
+            wait(timeout=timeout)
+
+
 def test_an_error_of_queued_work_is_raised_by_synchronize_and_then_forgotten() -> None:
     def rank(comm):
         stream = pynccl.Stream()
