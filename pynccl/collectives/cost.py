@@ -203,6 +203,7 @@ def _messages(schedule: Schedule, graph: Flow, topology: Topology, row_bytes: Ar
     beta = np.array([k.beta for k in topology.links])[link]
     seconds = row_bytes[graph.sends] * beta
     level = graph.start[graph.node[graph.sends]]
+    level = level - level.min(initial=0)
     ports = np.stack(topology.port)
     busy = np.zeros(len(link))
     for end in (source, target):

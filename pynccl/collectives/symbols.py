@@ -229,7 +229,8 @@ class _Machine:
         self.landing[target] = index
         clash = np.flatnonzero(self.landing[target] != index)
         if len(clash):
-            raise self._fault(begin + int(clash[0]), "lands where another receive of the round lands")
+            later = begin + int(self.landing[target[clash[0]]])
+            raise self._fault(later, "lands where another receive of the round lands")
 
     def _reduce(self, begin: int, which: Array, x: Array, y: Array, left: Array) -> Array:
         """The values of x op y (y op x where `left`)."""

@@ -107,14 +107,17 @@ def check_steps(schedule: Schedule) -> None:
     rounds = c["round"]
     back = np.zeros(len(c), dtype=bool)
     back[1:] = (ranks[1:] == ranks[:-1]) & (rounds[1:] < rounds[:-1])
+    reduces = (kind == Kind.RECV_REDUCE) | (kind == Kind.REDUCE)
     wants_src, wants_dst = kind != Kind.RECV, kind != Kind.SEND
     checks: list[tuple[Array, str]] = [
         ((kind < 0) | (kind > max(Kind)), "is of no known kind"),
         (back, "goes back to an earlier round; rounds grow along a rank's list"),
         (message & ((peer < 0) | (peer >= n)), f"has a peer that is not one of {n} ranks"),
         (message & (peer == ranks), "is a message to itself; use a copy"),
+        (rounds < 0, "has a negative round"),
         (message & (c["channel"] < 0), "has a negative channel"),
         (c["chunks"] < 1, "moves no chunks"),
+        (reduces & (not COLLECTIVES[schedule.collective].reduces), f"reduces, which {_a(schedule)} does not"),
         (wants_src & (c["src_buffer"] < 0), "lacks the span that it reads"),
         (wants_dst & (c["dst_buffer"] < 0), "lacks the span that it writes"),
         (wants_dst & (c["dst_buffer"] == Buffer.IN), "writes IN, which is the caller's"),
@@ -141,6 +144,10 @@ def check_steps(schedule: Schedule) -> None:
     for rows, (_, what) in zip(wrong, checks, strict=True):
         if len(rows) and rows[0] == first:
             raise Fault.at(schedule, first, what)
+
+
+def _a(schedule: Schedule) -> str:
+    return ("an " if schedule.collective.startswith("a") else "a ") + schedule.collective
 
 
 def _lengths(lengths: Array) -> str:
