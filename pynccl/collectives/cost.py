@@ -284,7 +284,9 @@ def _path(t: Timeline) -> tuple[Hop, ...]:
     sender, receiver = graph.node[graph.sends], graph.node[graph.recvs]
     by_sender = np.argsort(sender, kind="stable")
     first_row = np.searchsorted(graph.node, np.arange(len(t.end)))
-    node = int(t.end.argmax())
+    ends_last = np.flatnonzero(t.end == t.end.max())
+    receives = ends_last[np.isin(ends_last, receiver)]  # rather than what sends to it, and ends as late
+    node = int((receives if len(receives) else ends_last)[0])
     while node >= 0:
         before, begin, what = node, float(t.begin[node]), ""
         received = np.arange(*np.searchsorted(receiver, [node, node + 1]))

@@ -1,0 +1,168 @@
+"""The command line of collectives: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from pynccl.collectives import IN, OUT, Builder, Schedule, generate, verify
+from pynccl.collectives.__main__ import main
+from pynccl.collectives.msccl import from_msccl
+
+
+def test_show_draws_and_proves(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "ring", "--ranks", "3"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("round  rank 0") and "proved, 24 steps in 4 rounds" in text
+
+
+def test_show_prints_a_line_for_each_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "ring", "--ranks", "3", "--table", "-p", "channels=2"]) == 0
+    text = capsys.readouterr().out
+    assert "send in[0] to 1" in text and "on channel 1" in text
+
+
+def test_show_gives_files_that_it_takes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    schedule = generate("ring", 4)
+    for option, name, read in (
+        ("--json", "ring.json", Schedule.from_json),
+        ("--xml", "ring.xml", from_msccl),
+    ):
+        assert main(["show", "ring", option]) == 0
+        file = tmp_path / name
+        file.write_text(capsys.readouterr().out)
+        assert read(file.read_text()).replace(params=schedule.params) == schedule
+        assert main(["show", str(file)]) == 0
+        assert "proved" in capsys.readouterr().out
+        assert main(["cost", str(file)]) == 0
+        assert "rounds     6" in capsys.readouterr().out
+        assert main(["verify", str(file)]) == 0
+        assert "1 schedules, 48 steps, 0 faults" in capsys.readouterr().out
+
+
+def test_cost_prints_the_critical_path_and_writes_a_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.json"
+    arguments = [
+        "cost",
+        "ring",
+        "--ranks",
+        "4",
+        "--bytes",
+        "1M",
+        "--topology",
+        "nodes:2",
+        "--trace",
+        str(trace),
+    ]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "critical path" in text and "(network)" in text and "1048576 bytes, 2 nodes" in text
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_compare_marks_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--algorithms", "ring", "--ranks", "64", "--bytes", "1K,1M"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and all(line.endswith("*") for line in lines[2:])
+    assert lines[3].split()[:3] == ["ring", "1048576", "126"]
+
+
+def test_compare_as_json_gives_all_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--ranks", "8", "--bytes", "1K,1M", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["bytes"] for row in rows} == {1024, 1 << 20}
+    assert {row["name"] for row in rows} >= {"ring"}
+
+
+def test_compare_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "times.png"
+    assert main(["compare", "--algorithms", "ring", "--ranks", "4", "--png", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_verify_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["verify", "ring", "--collective", "all_reduce", "--ranks", "1-4,7", "--json", str(out)]
+    assert main([*arguments, "--mutations", "20", "--seed", "0"]) == 0
+    text = capsys.readouterr().out
+    assert "15 schedules proved" in text and "0 faults" in text and "20 of 20 mutants caught" in text
+    found = json.loads(out.read_text())
+    assert found["proved"] == {"all_reduce ring": 15} and found["faults"] == []
+    assert found["mutants"]["wrong"] == found["mutants"]["caught"] == 20 and found["mutants"]["missed"] == []
+
+
+def test_a_fault_is_printed_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    b = Builder("bad", "broadcast", 2)
+    b.copy(0, IN[0], OUT[0])
+    file = tmp_path / "bad.json"
+    file.write_text(b.build().to_json())
+    assert main(["verify", str(file)]) == 1
+    assert "fault: bad broadcast of 2 ranks: in the end out[0] of rank 1 is never" in capsys.readouterr().out
+    assert main(["show", str(file)]) == 1
+    assert "is never written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["show", "rign"], "all_reduce has no algorithm 'rign'"),
+        (["verify", "rign"], "no algorithm rign"),
+        (["verify"], "no algorithm named"),
+        (["show", "missing.json"], "missing.json"),
+        (["cost", "ring", "--topology", "torus"], "write flat, nodes:8"),
+        (["show", "ring", "--ranks", "0"], "take 1 or more"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_words(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["cost", "ring", "--bytes", "1X"], "'1X' is no size"),
+        (["verify", "--all", "--ranks", "a-b"], "is no number or range"),
+        (["show", "ring", "-p", "channels"], "write name=value"),
+    ],
+)
+def test_arguments_that_cannot_be_read_are_refused_in_words(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert words in capsys.readouterr().err
+
+
+def test_selftest_is_handed_on_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    execute = types.ModuleType("pynccl.collectives.execute")
+
+    def selftest(arguments: list[str]) -> int:
+        seen.append(arguments)
+        return 3
+
+    execute.selftest = selftest  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pynccl.collectives.execute", execute)
+    assert main(["selftest", "--quick"]) == 3 and seen == [["--quick"]]
+
+
+def test_it_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "pynccl.collectives", "show", "ring", "--ranks", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "proved" in done.stdout
+
+
+def test_the_module_s_proof_is_that_of_verify(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["show", "ring", "--ranks", "5"])
+    assert capsys.readouterr().out.endswith(f"{verify(generate('ring', 5))}\n")
