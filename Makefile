@@ -8,10 +8,10 @@ SET_UP := $(VENV)/.set-up
 SHELL         := bash
 .SHELLFLAGS   := -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench gpu-check clean
+.PHONY: help setup demo test lint bench bench-train gpu-check clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(SET_UP) ## Make .venv, install everything into it, build the host library; quick when nothing changed
 	@$(IN) pynccl/host/build.py
@@ -36,6 +36,10 @@ lint: setup ## Check formatting, lint, types, and the C sources with warnings as
 bench: setup ## Sweep all_reduce over sizes on 2 ranks, results in build/bench
 	@mkdir -p build/bench
 	$(IN) -m bench.all_reduce_perf -b 8 -e 64M -f 2 -g 2 -J build/bench/all_reduce.json | tee build/bench/all_reduce.txt
+
+bench-train: setup ## Compare a sharded training step with torch's FSDP2 and DDP (installs torch for itself)
+	@mkdir -p build/bench
+	$(IN) -m bench.train_step --layers 8 --width 2048 --batch 64 --ranks 2 --peers fsdp2,ddp --json build/bench/train_step.json
 
 # Installs nothing and needs no network: whatever CuPy and libnccl $(PYTHON) has. New NCCLs refuse two ranks on one GPU
 # unless told otherwise. Only the files with GPU tests are read: the others may import what that Python lacks.
