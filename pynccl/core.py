@@ -14,7 +14,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -32,6 +32,9 @@ from .timeouts import check_patience, check_timeout, timeout_from_environment
 
 Config = Mapping[str, Any] | ncclConfig_t | None
 Self = TypeVar("Self", bound="Core")
+
+# ncclCommDestroy of the host library: its wait for this rank's work was too long, or interrupted.
+_STAYS = (Result.TIMEOUT, Result.SYSTEM_ERROR)
 
 
 class Core:
@@ -52,6 +55,8 @@ class Core:
     """Rank, size and device together: what the checks of a call look at."""
     _handle: int | None
     _ended: str | None
+    _flushed: bool
+    """Finalized or revoked: no call can be made, and none of them may follow."""
 
     @property
     def handle(self) -> int:
@@ -129,10 +134,14 @@ class Core:
     def finalize(self) -> None:
         """Flush all work; no new call may be made. Every rank calls it. ``destroy`` still has to follow."""
         self._check_open("finalize")
-        self._settle(self.library.ncclCommFinalize(self._handle), "finalize (ncclCommFinalize)")
+        self._flush("finalize (ncclCommFinalize)")
 
     def destroy(self) -> None:
-        """Free the communicator, after its work. Every rank should call it. Doing it twice is fine."""
+        """Free the communicator, after its work. Every rank should call it. Doing it twice is fine.
+
+        When the wait for its work fails (NcclTimeoutError, Ctrl-C) the communicator stays: call destroy()
+        again, or abort().
+        """
         if self._ended is not None:
             return
         if self._handle is None:
@@ -140,10 +149,11 @@ class Core:
         for owned in list(self._owned):
             owned.destroy()
         if not self._blocking:
-            # Only a finalized communicator can be destroyed without waiting inside the library.
-            self._settle(self.library.ncclCommFinalize(self._handle), "destroy (ncclCommFinalize)")
+            # Only a communicator without work can be destroyed without waiting inside the library.
+            if not self._flushed:
+                self._flush("destroy (ncclCommFinalize)")
             self.wait()
-        self._free(self.library.ncclCommDestroy, "destroyed", "destroy (ncclCommDestroy)")
+        self._free(self.library.ncclCommDestroy, "destroyed", "destroy (ncclCommDestroy)", _STAYS)
 
     def abort(self) -> None:
         """Stop what is running and free the communicator, waiting for no other rank. Doing it twice is fine.
@@ -156,7 +166,9 @@ class Core:
     def revoke(self) -> None:
         """Stop all running calls; only destroy, abort, split and shrink may follow (``ncclCommRevoke``)."""
         self._check_open("revoke")
-        self._settle(self.library.ncclCommRevoke(self._handle, 0), "revoke (ncclCommRevoke)")
+        code = self.library.ncclCommRevoke(self._handle, 0)
+        self._flushed = self._flushed or code in (0, Result.IN_PROGRESS, Result.TIMEOUT)
+        self._settle(code, "revoke (ncclCommRevoke)")
 
     def __enter__(self: Self) -> Self:
         self._check_not_ended("with")
@@ -166,10 +178,14 @@ class Core:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         # After an error the other ranks may never come to the end that destroy waits for.
-        if kind is None:
-            self.destroy()
-        else:
+        if kind is not None:
             self.abort()
+            return
+        try:
+            self.destroy()
+        except BaseException:
+            self.abort()
+            raise
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Communicator cannot be copied or pickled; make one on each rank from a UniqueId")
@@ -183,14 +199,31 @@ class Core:
                 _left.append((self._in_progress, self._owned))
             warnings.warn(_forgotten(self), ResourceWarning, source=self, stacklevel=2)
 
-    def _free(self, function: Callable[[int | None], int], ended: str, call: str) -> None:
+    def _flush(self, call: str) -> None:
+        code = self.library.ncclCommFinalize(self._handle)
+        self._flushed = self._flushed or code in (0, Result.IN_PROGRESS)
+        self._settle(code, call)
+
+    def _free(
+        self, function: Callable[[int | None], int], ended: str, call: str, stays: Container[int] = ()
+    ) -> None:
+        """``stays`` are the codes with which the host library says that it has ended nothing."""
+        if self._ended is not None:
+            return  # by another thread, a moment ago
         handle = self._box.value
-        self._end(ended)
+        # Others may use the communicator while this waits, abort() above all. What the host library does not
+        # know any more it refuses; NVIDIA's must never see such a handle.
+        ends_first = not stays or self.library.kind != "host" or handle is None
+        if ends_first:
+            self._end(ended)
         if handle is None:
             return
         code = function(handle)
+        if not ends_first and code not in stays and self._ended is None:
+            self._end(ended)
         if code not in (0, Result.IN_PROGRESS):
-            _left.append(self._in_progress)  # the library kept it, so its work may go on
+            if self._ended is not None:
+                _left.append(self._in_progress)  # the library kept it, so its work may go on
             interrupts.reraise()
             check(self.library, code, call, rank=self.rank, comm_name=self.name)
 
@@ -281,6 +314,7 @@ class Core:
         self._handle = None
         self._box = ctypes.c_void_p()
         self._parent: Core | None = None
+        self._flushed = False
         self._in_progress: list[Any] = []
         self._owned: dict[Any, None] = {}
         self._prepared: weakref.WeakSet[Any] = weakref.WeakSet()

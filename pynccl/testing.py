@@ -150,12 +150,10 @@ class _Job:
         self.communicator = comm
         try:
             result = keep(self.fn(comm, *self.args))
-        except BaseException:
-            if not comm.closed:
-                comm.abort()
-            raise
-        if not comm.closed:
             comm.destroy()
+        except BaseException:
+            comm.abort()
+            raise
         return result
 
 

@@ -477,6 +477,84 @@ def test_ctrl_c_ends_a_waiting_call_at_once(what: str) -> None:
         os.close(writer)
 
 
+class Gate:
+    """A call queued on a stream behind a function that waits: work under way until ``open``."""
+
+    def __init__(self, comm: pynccl.Communicator) -> None:
+        self.x, self._stream, self._opened = np.full(4, 2.0), pynccl.Stream(), threading.Event()
+        self._stream.call(lambda: self._opened.wait(30))
+        comm.all_reduce(self.x, op="max", stream=self._stream)
+
+    def open(self) -> None:
+        self._opened.set()
+        self._stream.close()
+
+
+def test_a_destroy_that_timed_out_leaves_the_communicator_as_it_was() -> None:
+    comm = pynccl.Communicator(1, pynccl.get_unique_id("host"), 0, library="host", timeout=0.1)
+    prepared, gate = comm.prepare("all_reduce", np.ones(3)), Gate(comm)
+    for _ in range(2):
+        with pytest.raises(pynccl.NcclTimeoutError, match=r"destroy .* has not ended within 0\.1 s"):
+            comm.destroy()
+        assert not comm.closed
+    gate.open()
+    assert prepared().tolist() == [1] * 3
+    comm.destroy()
+    assert comm.closed
+
+
+def test_a_with_block_ends_the_communicator_even_where_destroy_times_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    comm = pynccl.Communicator(1, pynccl.get_unique_id("host"), 0, library="host", timeout=0.1)
+    gate, abort = Gate(comm), comm.abort
+    # Only when destroy has given up: abort waits for what a stream's function does.
+    monkeypatch.setattr(comm, "abort", lambda: (gate.open(), abort()))
+    with pytest.raises(pynccl.NcclTimeoutError, match="destroy"), comm:
+        pass
+    assert comm.closed
+
+
+def test_ctrl_c_in_destroy_leaves_a_communicator_that_can_be_ended() -> None:
+    def rank(comm):
+        gate, ends = Gate(comm), []
+        for call in (comm.destroy, comm.finalize):
+            ends.append((interrupted(call), comm.closed))
+        gate.open()
+        comm.destroy()
+        return ends, comm.closed
+
+    assert run_ranks(1, rank, library="host", timeout=30) == [([(True, False)] * 2, True)]
+
+
+def test_abort_from_another_thread_ends_a_waiting_destroy() -> None:
+    reader, writer = os.pipe()  # the ranks are forked and have both ends
+
+    def rank(comm):
+        if comm.rank == 1:
+            os.read(reader, 1)
+            comm.abort()
+            return "never calls"
+        stream = pynccl.Stream()
+        comm.all_reduce(np.ones(4), stream=stream)
+        aborter = threading.Timer(0.2, comm.abort)
+        aborter.start()
+        text = error_of(comm.destroy)
+        aborter.join()
+        os.write(writer, b"x")
+        return text, error_of(stream.close)
+
+    try:
+        (destroyed, queued), other = run_ranks(2, rank, library="host", timeout=30)
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert other == "never calls"
+    # "no error" if the abort came before destroy: there was nothing left to do.
+    assert "another thread ended this communicator" in destroyed or destroyed == "no error"
+    assert "given up" in queued
+
+
 @pytest.mark.parametrize("blocking", [True, False])
 def test_ctrl_c_ends_an_init_that_waits_for_the_others(blocking: bool) -> None:
     def rank(r, n, uid):

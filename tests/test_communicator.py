@@ -727,6 +727,21 @@ def test_a_non_blocking_communicator_that_is_not_ready_says_to_wait() -> None:
     assert comm.closed
 
 
+@pytest.mark.parametrize("blocking", [0, 1])
+@pytest.mark.parametrize("act", ["finalize", "revoke"])
+def test_what_was_finalized_or_revoked_can_be_destroyed(act: str, blocking: int) -> None:
+    uid = pynccl.get_unique_id("host")
+    comm = pynccl.Communicator(1, uid, 0, library="host", config={"blocking": blocking})
+    comm.wait(20)
+    comm.register(np.ones(3))
+    comm.register_window(comm.empty(8))
+    comm.premul_sum(2)
+    getattr(comm, act)()
+    comm.wait(20)
+    comm.destroy()
+    assert comm.closed
+
+
 @pytest.mark.parametrize("end", ["destroy", "abort"])
 @pytest.mark.parametrize(
     "use",
