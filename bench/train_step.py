@@ -196,11 +196,14 @@ def _result(
         if kind == "ours" and rest in STRATEGIES:
             report = _predicted(problem, rest)
             counts, good = _counts(taken.about[0], steps, report)
-            place[rest] |= counts | {"live_buffer_bytes_per_rank": report.total.live}
+            place[rest] |= counts
+            if rest == "full_shard":
+                place[rest]["live_buffer_bytes_per_rank"] = taken.about[0]["live_buffer_bytes"]
             result["collectives_as_predicted"] &= good
     full = result["ours"]["full_shard"]
     result |= ideal(problem, times["alone"].about)
     result["model_state_bytes_ideal"] = 16 * problem.parameters / problem.ranks
+    result["two_units_bytes"] = 2 * (4 + 4) * problem.parameters / problem.layers
     for key in ("model_state_bytes_per_rank", "peak_rss"):
         result[key] = full[key]
     result["ratios"] = _ratios(times) | {

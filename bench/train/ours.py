@@ -108,7 +108,7 @@ class Ours:
         return self._loss
 
     def about(self) -> dict[str, Any]:
-        """State in bytes as it lies in memory (without what is live only inside a step), counts, kernels."""
+        """State and buffers as they lie in memory, in bytes; counts; kernels."""
         model = self.model
         state = sum(
             sum({id(a): a.nbytes for a in (s.data, s.source, s.grad) if a is not None}.values())
@@ -117,6 +117,7 @@ class Ours:
         moments = sum(array.nbytes for slots in self.optimizer.state.values() for array in slots.values())
         return {
             "model_state_bytes": state + moments,
+            "live_buffer_bytes": model.gatherer.bytes_made + model.reducer.bytes_made,
             "counters": dict(vars(model.counters)),
             "version": f"numpy {np.__version__}",
             "blas": blas(),
