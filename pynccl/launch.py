@@ -26,6 +26,7 @@ from types import FrameType
 from typing import IO, Any
 
 from pynccl import _parenthood
+from pynccl._signals import signal_in_words
 from pynccl.abi import gpus
 from pynccl.rendezvous import name_ranks, new_secret
 
@@ -386,7 +387,7 @@ class _Job:
 
     def _show_last_lines(self, rank: _Rank) -> None:
         code = rank.process.returncode
-        how = f"exit status {code}" if code > 0 else f"signal {-code} ({signal.Signals(-code).name})"
+        how = f"exit status {code}" if code > 0 else signal_in_words(-code)
         others = "; the other ranks were ended" if self._n > 1 else ""
         lines = [line.decode(errors="replace") for line in rank.last_lines]
         if rank.file is not None:

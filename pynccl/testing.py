@@ -34,6 +34,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from pynccl._parenthood import die_with_parent
+from pynccl._signals import signal_in_words
 from pynccl.abi.errors import RemoteError
 from pynccl.rendezvous.errors import name_ranks
 
@@ -287,7 +288,7 @@ class _Processes(_Run):
         code = self._processes[rank].exitcode
         assert code is not None
         if code < 0:
-            return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+            return f"was killed by {signal_in_words(-code)}"
         return f"ended with exit status {code} and without a result"
 
     def _signal_group(self, rank: int, number: signal.Signals) -> None:

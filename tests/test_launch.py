@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pynccl import launch as launcher
+from pynccl._signals import signal_in_words
 from pynccl.abi.driver import Gpu, Gpus
 
 REPO = Path(__file__).resolve().parent.parent
@@ -157,6 +158,7 @@ def test_output_into_a_folder_has_a_file_a_rank(tmp_path: Path) -> None:
     [
         ("sys.exit(3)", 3, "exit status 3"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal 9 (SIGKILL)"),
+        ("os.kill(os.getpid(), 37)", 165, "signal 37 (SIGRTMIN+3)"),
         ("raise ValueError('boom')", 1, "exit status 1"),
     ],
 )
@@ -175,6 +177,22 @@ if rank == 1:
     assert "  [1] last words\n" in err
     pids = [int(line.split()[-1]) for line in out if "pid" in line]
     assert wait_until_gone(pids) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGKILL, "signal 9 (SIGKILL)"),
+        (signal.SIGRTMIN, f"signal {signal.SIGRTMIN:d} (SIGRTMIN)"),
+        (
+            signal.SIGRTMAX - 1,
+            f"signal {signal.SIGRTMAX - 1} (SIGRTMIN+{signal.SIGRTMAX - 1 - signal.SIGRTMIN})",
+        ),
+        (99, "signal 99"),
+    ],
+)
+def test_every_signal_has_words(number: int, words: str) -> None:
+    assert signal_in_words(number) == words
 
 
 def test_ranks_that_do_not_listen_are_killed_after_the_grace_period(tmp_path: Path) -> None:

@@ -135,6 +135,7 @@ def test_ranks_that_had_to_be_stopped_are_named() -> None:
     ("death", "words"),
     [
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 was killed by signal 9 (SIGKILL)"),
+        (lambda: os.kill(os.getpid(), signal.SIGRTMIN + 3), "(SIGRTMIN+3)"),
         (lambda: os._exit(7), "rank 1 ended with exit status 7 and without a result"),
         (lambda: sys.exit(7), "rank 1 raised SystemExit: 7"),
         (lambda: threading.Lock(), "rank 1 raised TypeError: the result, lock, cannot be pickled"),
