@@ -1,16 +1,23 @@
 """Collectives as data: write an algorithm in twenty lines, have it proved, costed, drawn and run.
 
-    from pynccl.collectives import generate, verify
-    print(verify(generate("ring", 5)))
+    from pynccl.collectives import cost, generate, nodes, verify, write_trace
+    schedule = generate("ring", 16)
+    print(verify(schedule), cost(schedule, 1 << 20, nodes(16, 8)), sep="\\n")
+    write_trace("ring.json", schedule, 1 << 20, nodes(16, 8))
 
-`import pynccl` does not import this package.
+To write one, see `Builder`; to add one to the table, `registry.py`. `import pynccl` does not import this package.
 """
 
 from __future__ import annotations
 
 from pynccl.collectives.builder import IN, OUT, SCRATCH, Builder, Spans, choose
+from pynccl.collectives.cost import Cost, cost
+from pynccl.collectives.diagram import diagram
+from pynccl.collectives.msccl import from_msccl, to_msccl
 from pynccl.collectives.registry import ALGORITHMS, algorithms, generate
 from pynccl.collectives.schedule import COLLECTIVES, Buffer, Kind, Schedule, Span, Step
+from pynccl.collectives.topology import Link, Topology, flat, nodes, rails
+from pynccl.collectives.trace import write_trace
 from pynccl.collectives.verify import Fault, Proof, find_fault, verify
 
 __all__ = [
@@ -21,16 +28,27 @@ __all__ = [
     "SCRATCH",
     "Buffer",
     "Builder",
+    "Cost",
     "Fault",
     "Kind",
+    "Link",
     "Proof",
     "Schedule",
     "Span",
     "Spans",
     "Step",
+    "Topology",
     "algorithms",
     "choose",
+    "cost",
+    "diagram",
     "find_fault",
+    "flat",
+    "from_msccl",
     "generate",
+    "nodes",
+    "rails",
+    "to_msccl",
     "verify",
+    "write_trace",
 ]
