@@ -145,7 +145,13 @@ def test_a_line_without_end_is_broken_and_not_kept(tmp_path: Path) -> None:
 
 
 def test_output_into_a_folder_has_a_file_a_rank(tmp_path: Path) -> None:
-    script = "print('out', rank, flush=True); print('err', rank, file=sys.stderr); sys.exit(rank)"
+    script = """
+while rank == 1 and 'err 0' not in open('a/b/rank-0.log').read():  # its failure ends rank 0
+    time.sleep(0.01)
+print('out', rank, flush=True)
+print('err', rank, file=sys.stderr)
+sys.exit(rank)
+"""
     status, out, err = run(tmp_path, script, "-n", "2", "--output", str(tmp_path / "a" / "b"))
     assert (status, out) == (1, [])
     files = {file.name: file.read_text() for file in (tmp_path / "a" / "b").iterdir()}
