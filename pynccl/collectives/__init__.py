@@ -5,7 +5,8 @@
     print(verify(schedule), cost(schedule, 1 << 20, nodes(16, 8)), sep="\\n")
     write_trace("ring.json", schedule, 1 << 20, nodes(16, 8))
 
-To write one, see `Builder`; to add one to the table, `registry.py`. `import pynccl` does not import this package.
+To write one, see `Builder`; to add one to the table, `registry.py`. `import pynccl` does not import this
+package.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from pynccl.collectives.schedule import COLUMNS, Array, Buffer, Kind, Schedule
+from pynccl.collectives.sorting import stable_order
 
 __all__ = ["Builder", "Spans", "choose", "spans"]
 
@@ -178,7 +179,7 @@ class Builder:
         rank_of = np.concatenate(self._rank_of) if self._rank_of else np.empty(0, dtype=np.int64)
         if len(rank_of) and not (0 <= rank_of.min() and rank_of.max() < self.n):
             raise ValueError(f"{self._head['name']}: a step of a rank that is not one of {self.n}")
-        order = np.argsort((rank_of << 32) + rows["round"], kind="stable")
+        order = stable_order(rank_of, rows["round"])
         first = np.concatenate([[0], np.cumsum(np.bincount(rank_of, minlength=self.n))]).astype(np.int64)
         whole = np.dtype((np.void, COLUMNS.itemsize))  # 15 times faster to gather than fields
         columns = rows.view(whole)[order].view(COLUMNS)

@@ -17,6 +17,7 @@ import numpy as np
 
 from pynccl.collectives.flow import Flow, flow
 from pynccl.collectives.schedule import Array, Kind, Schedule, chunk_bounds
+from pynccl.collectives.sorting import stable_order
 from pynccl.collectives.topology import Topology, flat
 
 __all__ = ["BUS_FACTORS", "Cost", "Hop", "Timeline", "cost", "timeline"]
@@ -250,7 +251,7 @@ def _by_level(level: Array) -> dict[int, Array]:
     """The indices at which each level stands."""
     if not len(level):
         return {}
-    order = np.argsort(level, kind="stable")
+    order = stable_order(level)
     groups = np.split(order, np.flatnonzero(np.diff(level[order])) + 1)
     return {int(level[group[0]]): group for group in groups}
 
@@ -282,7 +283,7 @@ def _path(t: Timeline) -> tuple[Hop, ...]:
         return ()
     graph, hops = t.graph, []
     sender, receiver = graph.node[graph.sends], graph.node[graph.recvs]
-    by_sender = np.argsort(sender, kind="stable")
+    by_sender = stable_order(sender)
     first_row = np.searchsorted(graph.node, np.arange(len(t.end)))
     ends_last = np.flatnonzero(t.end == t.end.max())
     receives = ends_last[np.isin(ends_last, receiver)]  # rather than what sends to it, and ends as late

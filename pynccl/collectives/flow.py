@@ -14,6 +14,7 @@ import numpy as np
 
 from pynccl.collectives.fault import Fault
 from pynccl.collectives.schedule import Array, Kind, Schedule
+from pynccl.collectives.sorting import stable_order
 
 __all__ = ["Flow", "flow", "is_live", "match"]
 
@@ -94,8 +95,8 @@ def match(schedule: Schedule) -> tuple[Array, Array]:
     sends = np.flatnonzero(kind == Kind.SEND)
     recvs = np.flatnonzero((kind == Kind.RECV) | (kind == Kind.RECV_REDUCE))
     key = _connections(schedule)
-    sends = sends[np.argsort(key[sends], kind="stable")]
-    recvs = recvs[np.argsort(key[recvs], kind="stable")]
+    sends = sends[stable_order(key[sends])]
+    recvs = recvs[stable_order(key[recvs])]
     if len(sends) != len(recvs) or not np.array_equal(key[sends], key[recvs]):
         raise _unmatched(schedule, key, sends, recvs)
     chunks = schedule.columns["chunks"]
@@ -105,7 +106,7 @@ def match(schedule: Schedule) -> tuple[Array, Array]:
         raise Fault.at(
             schedule, recv, f"expects {chunks[recv]} chunks where its message brings {chunks[send]}"
         )
-    order = np.argsort(recvs, kind="stable")
+    order = stable_order(recvs)
     return sends[order], recvs[order]
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from pynccl.collectives.fault import Fault
 from pynccl.collectives.flow import Flow
 from pynccl.collectives.schedule import COLLECTIVES, Array, Buffer, Kind, Schedule
+from pynccl.collectives.sorting import stable_order
 
 __all__ = ["Cells", "Values", "bits", "execute"]
 
@@ -90,7 +91,7 @@ class Program:
         phase, level = self._phases(kinds)
         phases = int(phase.max(initial=0)) + 1
         key = (level * phases + phase)[rows]
-        self.order = np.argsort(key, kind="stable")
+        self.order = stable_order(key)
         key = key[self.order]
         cuts = [0, *(np.flatnonzero(key[1:] != key[:-1]) + 1).tolist(), len(key)] if len(key) else [0]
         where = (key[cuts[:-1]] % phases).tolist()
