@@ -296,13 +296,14 @@ def norm_backward(w: Any, g: Any, saved: Any, dy: Array) -> Array:
 
 def cross_entropy(logits: Array, targets: Array) -> tuple[float, Array]:
     """Mean over positions of -log softmax(logits)[target], and its gradient."""
+    xp = np if isinstance(logits, np.ndarray) else sys.modules["cupy"]
     flat, wanted = rows(logits), targets.reshape(-1)
-    positions = range(len(wanted)), wanted
+    positions = xp.arange(len(wanted)), wanted
     shifted = flat - flat.max(-1, keepdims=True)
     chosen = shifted[positions]
-    d_logits = np.exp(shifted, out=shifted)  # of CuPy arrays it is CuPy's
+    d_logits = xp.exp(shifted, out=shifted)
     total = d_logits.sum(-1, keepdims=True)
-    loss = float((np.log(total[:, 0]) - chosen).mean())
+    loss = float((xp.log(total[:, 0]) - chosen).mean())
     d_logits /= total
     d_logits[positions] -= 1
     d_logits /= len(wanted)
