@@ -114,12 +114,14 @@ class Communicator(Objects, OneSided, Derivation):
             raise InvalidArgumentError(f"{call}: {len(devices)} devices for {n} ranks; give one for each")
         if current.group is not None:
             raise InvalidUsageError(f"{call}: it is a group of its own; call it outside pynccl.group()")
+        ordinals = None
+        if devices is not None:
+            ordinals = (ctypes.c_int * n)(*(integer(call, "each device", device, 0) for device in devices))
         lib = load(library)
         comms = [cls.__new__(cls) for _ in range(n)]
         for rank, comm in enumerate(comms):
             comm._begin(lib, rank, n, timeout, name, None)
         handles = (ctypes.c_void_p * n)()
-        ordinals = (ctypes.c_int * n)(*devices) if devices is not None else None
         try:
             with comms[0]._deadline():
                 code = lib.ncclCommInitAll(handles, n, ordinals)

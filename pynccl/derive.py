@@ -138,6 +138,7 @@ class Derivation(Core):
         name: str | None = None,
     ) -> Self:
         """Become rank ``rank`` of a communicator that grows to ``nranks`` (see ``growth_id``, ``grow``)."""
+        nranks = integer("join", "nranks", nranks, 1)
         rank = check_rank("join", "rank", rank, nranks)
         comm = cls.__new__(cls)
         comm._begin(load(library), rank, nranks, timeout, name, config)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 _ALIGNMENT = 4096  # NCCL_WIN_REQUIRED_ALIGNMENT
+_MOST_BYTES = 2**63 - 1
 
 
 class Registered:
@@ -87,27 +88,27 @@ class OneSided(Collectives):
         """
         self._check_open("empty")
         axes = shape if isinstance(shape, (tuple, list)) else (shape,)
-        shape = tuple(integer("empty", "each axis of shape", axis, 0) for axis in axes)
-        kind = arrays.numpy_dtype("empty", dtype)
+        shape = tuple(integer("empty", "each axis of shape", axis, 0, _MOST_BYTES) for axis in axes)
+        kind = _plain_dtype("empty", dtype)
         nbytes = max(1, prod(shape) * kind.itemsize)
+        if nbytes > _MOST_BYTES:
+            raise InvalidArgumentError(
+                f"empty: shape={shape} of {kind} is {nbytes} bytes; there can be at most {_MOST_BYTES}"
+            )
         box = ctypes.c_void_p()
         with gpu.on_device(self.device):
             code = self.library.ncclMemAlloc(ctypes.byref(box), nbytes)
         self._settle(code, f"empty: {nbytes} bytes (ncclMemAlloc)")
         address = box.value
         assert address is not None
-        if self.on_gpu:
-            owner: Any = _Owner()
-            made = gpu.array_at(address, nbytes, owner, self.device or 0, shape, kind)
-        else:
-            owner = (ctypes.c_ubyte * nbytes).from_address(address)
-            made = (
-                np.frombuffer(owner, dtype=np.uint8)[: prod(shape) * kind.itemsize].view(kind).reshape(shape)
-            )
+        owner: Any = _Owner() if self.on_gpu else (ctypes.c_ubyte * nbytes).from_address(address)
         # Freeing is local and never waits for other ranks, so the garbage collector may do it. At exit nobody
         # does.
         weakref.finalize(owner, _free, self.library, address, self.device, os.getpid()).atexit = False
-        return made
+        if self.on_gpu:
+            return gpu.array_at(address, nbytes, owner, self.device or 0, shape, kind)
+        as_bytes = np.frombuffer(owner, dtype=np.uint8)[: prod(shape) * kind.itemsize]
+        return as_bytes.view(kind).reshape(shape)
 
     def register(self, x: Any) -> Registered:
         """Register ``x`` for zero-copy calls (``ncclCommRegister``). Other ranks need not do the same."""
@@ -120,7 +121,7 @@ class OneSided(Collectives):
         or not somebody holds the Window. Before ``destroy`` every put to it must have arrived: place a
         barrier there. ``flags`` are NCCL's (1: symmetric, for the fastest collectives; 0: plain).
         """
-        return self._registered("register_window", Window, x, flags)
+        return self._registered("register_window", Window, x, integer("register_window", "flags", flags))
 
     def put(
         self,
@@ -154,7 +155,7 @@ class OneSided(Collectives):
                 f"{call}: x is {names[0]} and the window's array is {names[1]}; nothing is cast on the way, "
                 f"pass an x of {names[1]}, or x.view('uint8') to write its bytes"
             )
-        start = integer(call, "offset", offset)
+        start = integer(call, "offset", offset, None, None)
         if start < 0 or start + buffer.nbytes > window._buffer.nbytes:
             raise InvalidArgumentError(
                 f"{call}: {buffer.nbytes} bytes at offset {start} do not fit a window of "
@@ -251,6 +252,16 @@ class OneSided(Collectives):
 
 def _which(call: str, signal: Any, context: Any) -> tuple[int, int]:
     return integer(call, "signal", signal, 0), integer(call, "context", context, 0)
+
+
+def _plain_dtype(call: str, dtype: Any) -> np.dtype:
+    """The dtype of memory that the library fills: of some bytes, and without Python objects."""
+    kind = arrays.numpy_dtype(call, dtype)
+    if kind.hasobject:
+        raise TypeError(f"{call}: dtype={dtype!r} is of Python objects, which are no memory of the library's")
+    if not kind.itemsize:
+        raise InvalidArgumentError(f"{call}: dtype={dtype!r} has no size; give it one, such as {kind.kind}8")
+    return kind
 
 
 class _Owner:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from . import arrays
-from .abi.enums import DataType
+from .abi.enums import INT_MAX, INT_MIN, DataType
 from .abi.errors import InvalidArgumentError
 from .arrays import UNKNOWN_DEVICE, Buffer
 from .elements import FP8, reduction
@@ -142,8 +142,11 @@ def plan_message(call: str, x: Any, place: Place, *, writes: bool) -> Plan:
     )
 
 
-def integer(call: str, role: str, value: Any, least: int | None = None) -> int:
-    """``value`` as an int, of at least ``least``, or an error that names the argument."""
+def integer(call: str, role: str, value: Any, least: int | None = INT_MIN, most: int | None = INT_MAX) -> int:
+    """``value`` as an int between ``least`` and ``most``, or an error that names the argument.
+
+    The limits are those of a C int unless given: ctypes cuts a larger number without a word.
+    """
     try:
         number = operator.index(value)
     except TypeError:
@@ -152,12 +155,14 @@ def integer(call: str, role: str, value: Any, least: int | None = None) -> int:
         ) from None
     if least is not None and number < least:
         raise InvalidArgumentError(f"{call}: {role}={number} must be at least {least}")
+    if most is not None and number > most:
+        raise InvalidArgumentError(f"{call}: {role}={number} must be at most {most}")
     return number
 
 
 def check_rank(call: str, role: str, value: Any, size: int) -> int:
     """``value`` as a rank of a communicator of ``size``, or an error with the range."""
-    rank = integer(call, role, value)
+    rank = integer(call, role, value, None, None)
     if not 0 <= rank < size:
         raise InvalidArgumentError(
             f"{call}: {role}={rank} is not a rank of this communicator; use 0 to {size - 1}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,9 @@ from .elements import ElementType
 
 if TYPE_CHECKING:
     from .core import Core
+
+
+_REAL_KINDS = "biufVO"  # V: ml_dtypes' numbers; O: whatever becomes a number, such as a Fraction
 
 
 class PreMulSum:
@@ -85,13 +89,27 @@ def _scalar(call: str, scalar: Any, element: ElementType, comm: Core) -> tuple[i
             raise InvalidArgumentError(f"{call}: scalar on the GPU must be one {element.name}, not {buffer}")
         return buffer.address, ScalarResidence.DEVICE, buffer.keep
     value = np.asarray(scalar)
-    if value.size != 1 or value.dtype.kind == "c":
+    if value.size != 1 or value.dtype.kind not in _REAL_KINDS:
         raise InvalidArgumentError(f"{call}: scalar={scalar!r} must be one real number")
+    value = value.reshape(1)
     # The factor of a complex sum multiplies both parts, so it is a float of half the size.
     name = {"complex64": "float32", "complex128": "float64"}.get(element.name, element.name)
-    held = np.ascontiguousarray(value.reshape(1).astype(arrays.numpy_dtype(call, name)))
-    if held.dtype.kind in "iu" and held[0] != value.reshape(1)[0]:
+    try:
+        with np.errstate(over="ignore", invalid="ignore"):  # judged below
+            held = value.astype(arrays.numpy_dtype(call, name))
+        exact = float(value[0])
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+    ) as error:  # an object that is no number, or beyond all floats
+        raise InvalidArgumentError(
+            f"{call}: scalar={scalar!r} must be one real number that fits {element.name} ({error})"
+        ) from error
+    if held.dtype.kind in "iu" and held[0] != value[0]:
         raise InvalidArgumentError(
             f"{call}: scalar={scalar!r} is not a whole number that fits {element.name}"
         )
+    if math.isfinite(exact) and not math.isfinite(float(held[0])):
+        raise InvalidArgumentError(f"{call}: scalar={scalar!r} is too large for {element.name}")
     return held.ctypes.data, ScalarResidence.HOST_IMMEDIATE, held

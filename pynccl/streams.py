@@ -276,20 +276,27 @@ def gpu_stream(call: str, stream: Any) -> int:
         raise InvalidArgumentError(
             f"{call}: a pynccl.Stream is for host memory; pass a CUDA stream, e.g. CuPy's"
         )
-    protocol = getattr(stream, "__cuda_stream__", None)
-    if protocol is not None:
-        version, handle = protocol() if callable(protocol) else protocol
-        return operator.index(handle)
-    for attribute in ("ptr", "cuda_stream"):
-        if hasattr(stream, attribute):
-            return operator.index(getattr(stream, attribute))
     try:
-        return operator.index(stream)
+        handle = operator.index(_cuda_handle(stream))
     except TypeError:
         raise TypeError(
             f"{call}: stream={stream!r} is no CUDA stream; pass a CuPy or PyTorch stream, an object with "
             "__cuda_stream__, or the handle as an int"
         ) from None
+    if not 0 <= handle < 2**64:
+        raise InvalidArgumentError(f"{call}: stream={handle:#x} is no address, so no cudaStream_t")
+    return handle
+
+
+def _cuda_handle(stream: Any) -> Any:
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        _version, handle = protocol() if callable(protocol) else protocol
+        return handle
+    for attribute in ("ptr", "cuda_stream"):
+        if hasattr(stream, attribute):
+            return getattr(stream, attribute)
+    return stream
 
 
 def _destroy_event(library: Library, handle: int, process: int) -> None:

@@ -182,6 +182,16 @@ def test_what_is_no_reduction_is_refused(alone: pynccl.Communicator, op: Any) ->
         (0.5, "int32", "not a whole number"),
         (2**40, "int32", "not a whole number that fits"),
         ([1, 2], "float32", "one real number"),
+        ("2", "float32", "premul_sum: scalar='2' must be one real number"),
+        (None, "float32", "premul_sum: scalar=None must be one real number"),
+        (np.datetime64(1, "s"), "float32", "one real number"),
+        (10**400, "float64", "one real number that fits float64"),
+        (10**400, "int64", "one real number that fits int64"),
+        (float("nan"), "int32", "not a whole number"),
+        (1e30, "float16", r"scalar=1e\+30 is too large for float16"),
+        (1e39, "float32", "too large"),
+        (1e39, "bfloat16", "too large"),
+        (1e4, "float8_e4m3fn", "too large"),
         (1j, "complex64", "one real number"),
         (1, "bool", "cannot be summed"),
         (1, "int16", "cannot be summed"),
@@ -192,6 +202,15 @@ def test_a_factor_that_the_dtype_cannot_hold_is_refused(
 ) -> None:
     with pytest.raises(pynccl.InvalidArgumentError, match=match):
         alone.premul_sum(scalar, dtype)
+
+
+@pytest.mark.parametrize(
+    "scalar", [float("inf"), float("nan"), np.float32(2), ml_dtypes.bfloat16(2), 65504, 1e-9]
+)
+def test_a_factor_that_the_dtype_holds_is_taken(alone: pynccl.Communicator, scalar: Any) -> None:
+    with alone.premul_sum(scalar, "float16") as op:
+        x = alone.all_reduce(np.ones(1, "f2"), op=op)
+        np.testing.assert_array_equal(x, np.float16(scalar))
 
 
 def test_a_barrier_lets_nobody_pass_before_the_last_has_come() -> None:
@@ -431,6 +450,9 @@ def test_wrong_windows_offsets_and_counts_are_refused(alone: pynccl.Communicator
         (lambda comm: comm.wait_signal({0: "all"}), "wait_signal: count must be an integer, not str"),
         (lambda comm: comm.empty("wide"), "empty: each axis of shape must be an integer, not str"),
         (lambda comm: comm.empty(3, "float31"), "empty: dtype='float31' is no dtype"),
+        (lambda comm: comm.empty(3, "O"), "empty: dtype='O' is of Python objects"),
+        (lambda comm: comm.empty(3, [("a", "i4"), ("b", "O")]), "empty: dtype=.* is of Python objects"),
+        (lambda comm: comm.register_window(comm.empty(1), flags="fast"), "flags must be an integer, not str"),
         (lambda comm: comm.premul_sum(1, "float31"), "premul_sum: dtype='float31' is no dtype"),
         (lambda comm: comm.register([1]), "register: x must be an array"),
         (lambda comm: comm.register_window(3), "register_window: x must be an array"),
@@ -444,6 +466,56 @@ def test_arguments_of_a_wrong_type_are_named_and_the_communicator_goes_on(
     with pytest.raises(TypeError, match=match):
         call(alone)
     alone.barrier()
+
+
+BEYOND_INT = [2**31, 2**32, 2**32 + 1, 2**40, 10**30]
+
+
+@pytest.mark.parametrize("n", BEYOND_INT)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda comm, n: pynccl.Communicator(n, pynccl.get_unique_id("host"), 0, library="host"),
+        lambda comm, n: pynccl.Communicator.join(n, pynccl.get_unique_id("host"), 0, library="host"),
+        lambda comm, n: pynccl.Communicator.init_all(n, library="host"),
+        lambda comm, n: pynccl.Communicator.init_all(1, devices=[n], library="host"),
+        lambda comm, n: comm.split(n),
+        lambda comm, n: comm.split(0, n),
+        lambda comm, n: comm.split(0, -n - 1),
+        lambda comm, n: comm.grow(n),
+        lambda comm, n: comm.signal(0, signal=n),
+        lambda comm, n: comm.signal(0, context=n),
+        lambda comm, n: comm.put(np.ones(1, "f4"), 0, comm.register_window(comm.empty(1)), signal=n),
+        lambda comm, n: comm.wait_signal(0, n),
+        lambda comm, n: comm.wait_signal({0: n}),
+        lambda comm, n: comm.wait_signal(0, signal=n),
+        lambda comm, n: comm.register_window(comm.empty(1), flags=n),
+    ],
+)
+def test_a_number_that_c_would_cut_is_refused(alone: pynccl.Communicator, call: Any, n: int) -> None:
+    with pytest.raises(
+        pynccl.InvalidArgumentError, match=rf"={n} must be at most 2147483647|={-n - 1} must be"
+    ):
+        call(alone, n)
+    alone.barrier()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "match"),
+    [
+        ((1 << 40, 1 << 40), "f4", r"empty: shape=\(.*\) of float32 is \d+ bytes; there can be at most"),
+        (2**61, "f8", "is 18446744073709551616 bytes"),  # 0 in 64 bits
+        (2**63, "u1", "each axis of shape=9223372036854775808 must be at most"),
+        (1 << 60, "u1", "empty: 1152921504606846976 bytes"),
+        (3, "V0", "empty: dtype='V0' has no size"),
+        (3, "S", "empty: dtype='S' has no size; give it one, such as S8"),
+    ],
+)
+def test_memory_of_an_impossible_size_is_refused(
+    alone: pynccl.Communicator, shape: Any, dtype: str, match: str
+) -> None:
+    with pytest.raises(pynccl.InvalidArgumentError, match=match):
+        alone.empty(shape, dtype)
 
 
 def test_registrations_end_by_themselves_with_the_communicator() -> None:

@@ -581,5 +581,8 @@ def test_cuda_streams_of_all_libraries_are_understood(stream: Any) -> None:
 def test_what_is_no_cuda_stream_is_refused(stream: pynccl.Stream) -> None:
     with pytest.raises(TypeError, match="is no CUDA stream"):
         gpu_stream("call", "fast")
+    for handle in (-1, 2**64):
+        with pytest.raises(pynccl.InvalidArgumentError, match=r"call: stream=.* is no address"):
+            gpu_stream("call", handle)
     with pytest.raises(pynccl.InvalidArgumentError, match=r"a pynccl.Stream is for host memory"):
         gpu_stream("call", stream)
