@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from pynccl.collectives import ring
+from pynccl.collectives import bruck, pairwise, recursive, ring, swing, tree
 from pynccl.collectives.schedule import COLLECTIVES, Schedule
 
 __all__ = ["ALGORITHMS", "Row", "algorithms", "generate"]
@@ -30,16 +30,66 @@ class Row:
 
 
 _PATARASUK = "Patarasuk and Yuan 2009"
+_THAKUR = "Thakur, Rabenseifner and Gropp 2005"
+_TWO_TREES = "Sanders, Speck and Träff 2009; ncclGetDtree"
+_BRUCK = "Bruck et al. 1997"
+_CHANNELS = ({"channels": 2}, {"channels": 4})
+_CHAINS = ({"channels": 2, "chunks": 1}, {"channels": 1, "chunks": 3})
+_CHUNKS = ({"chunks": 1}, {"chunks": 3})
 
+# k: chunks of a pipeline. log: the logarithm to base 2, rounded up.
 _ROWS = (
     Row(
-        "all_reduce",
-        "ring",
-        ring.all_reduce,
-        "2(n-1) a + 2(n-1)/n S b + (n-1)/n S g",
-        _PATARASUK,
-        ({"channels": 2}, {"channels": 4}),
+        "all_reduce", "ring", ring.all_reduce, "2(n-1) a + 2(n-1)/n S b + (n-1)/n S g", _PATARASUK, _CHANNELS
     ),
+    Row("all_reduce", "tree", tree.all_reduce, "(2 log n + k)(a + 2 S/k b)", _TWO_TREES, _CHUNKS),
+    Row("all_reduce", "binomial", tree.binomial_all_reduce, "2 log n (a + S b) + log n S g", _THAKUR),
+    Row(
+        "all_reduce",
+        "recursive_doubling",
+        recursive.doubling_all_reduce,
+        "log n (a + S (b + g))",
+        _THAKUR,
+    ),
+    Row(
+        "all_reduce",
+        "halving_doubling",
+        recursive.halving_all_reduce,
+        "2 log n a + 2(n-1)/n S b + (n-1)/n S g",
+        "Rabenseifner 2004",
+    ),
+    Row(
+        "all_reduce",
+        "swing",
+        swing.all_reduce,
+        "2 log n a + 2(n-1)/n S b + (n-1)/n S g",
+        "De Sensi et al. 2024, arXiv:2401.09356",
+    ),
+    Row("reduce_scatter", "ring", ring.reduce_scatter, "(n-1) a + (n-1)/n S (b + g)", _PATARASUK, _CHANNELS),
+    Row(
+        "reduce_scatter",
+        "halving",
+        recursive.halving_reduce_scatter,
+        "log n a + (n-1)/n S (b + g)",
+        _THAKUR,
+    ),
+    Row("all_gather", "ring", ring.all_gather, "(n-1) a + (n-1)/n S b", _PATARASUK, _CHANNELS),
+    Row(
+        "all_gather",
+        "recursive_doubling",
+        recursive.doubling_all_gather,
+        "log n a + (n-1)/n S b",
+        _THAKUR,
+    ),
+    Row("all_gather", "bruck", bruck.all_gather, "log n a + (n-1)/n S b", _BRUCK),
+    Row("broadcast", "ring", ring.broadcast, "(n-2+k)(a + S/k b)", _PATARASUK, _CHAINS),
+    Row("broadcast", "tree", tree.broadcast, "(log n + k)(a + S/k b)", _TWO_TREES, _CHUNKS),
+    Row("broadcast", "binomial", tree.binomial_broadcast, "log n (a + S b)", _THAKUR),
+    Row("reduce", "ring", ring.reduce, "(n-2+k)(a + S/k (b + g))", _PATARASUK, _CHAINS),
+    Row("reduce", "tree", tree.reduce, "(log n + k)(a + S/k (b + g))", _TWO_TREES, _CHUNKS),
+    Row("reduce", "binomial", tree.binomial_reduce, "log n (a + S (b + g))", _THAKUR),
+    Row("all_to_all", "pairwise", pairwise.all_to_all, "(n-1) a + (n-1)/n S b", _THAKUR),
+    Row("all_to_all", "bruck", bruck.all_to_all, "log n (a + S/2 b)", _BRUCK),
 )
 
 ALGORITHMS: dict[tuple[str, str], Row] = {(row.collective, row.name): row for row in _ROWS}
