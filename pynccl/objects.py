@@ -12,6 +12,7 @@ one of these.
 from __future__ import annotations
 
 import json
+import reprlib
 import struct
 from typing import Any
 
@@ -28,10 +29,19 @@ _LENGTH = struct.Struct("<Q")
 
 
 def encode(call: str, value: Any) -> bytes:
-    """``value`` as a message. TypeError, with the place inside the value, for what is not data."""
+    """``value`` as a message. TypeError, with the place inside the value, for what is not data;
+    InvalidArgumentError for data that no message can be made of, whatever the reason.
+    """
     blobs: list[bytes] = []
-    text = json.dumps(_pack(call, value, "obj", blobs, ()), separators=(",", ":")).encode()
-    return b"".join([_LENGTH.pack(len(text)), text, *blobs])
+    try:
+        text = json.dumps(_pack(call, value, (), blobs, ()), separators=(",", ":")).encode()
+        return b"".join([_LENGTH.pack(len(text)), text, *blobs])
+    except (TypeError, InvalidArgumentError):
+        raise
+    except Exception as error:  # a released memoryview, a dict that changes meanwhile, no memory, ...
+        raise InvalidArgumentError(
+            f"{call}: obj cannot be sent ({type(error).__name__}: {error}); no rank has got anything"
+        ) from error
 
 
 def decode(call: str, message: bytes | bytearray | memoryview) -> Any:
@@ -56,8 +66,9 @@ class Objects(Collectives):
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
         """The root's ``obj`` on every rank (a copy, also on the root). Elsewhere ``obj`` is not looked at.
 
-        It is data: None, bool, int, float, str, bytes, lists, tuples, dicts, NumPy arrays. TypeError for
-        anything else, since nothing is pickled. Waits for the result; not for use inside ``pynccl.group()``.
+        It is data: None, bool, int, float, str, bytes, lists, tuples, dicts, NumPy arrays, up to 100 deep.
+        TypeError for anything else, since nothing is pickled; the other ranks get an InvalidUsageError then.
+        Waits for the result; not for use inside ``pynccl.group()``.
         """
         call = "broadcast_object"
         _check_now(self, call)
@@ -97,10 +108,10 @@ def _check_now(comm: Core, call: str) -> None:
 _NOT_DATA = -1  # instead of a size: the rank has no message, and all ranks raise
 
 
-def _try_encode(call: str, obj: Any) -> tuple[bytes | None, TypeError | None]:
+def _try_encode(call: str, obj: Any) -> tuple[bytes | None, Exception | None]:
     try:
         return encode(call, obj), None
-    except TypeError as error:
+    except (TypeError, InvalidArgumentError) as error:
         return None, error
 
 
@@ -108,7 +119,7 @@ def _size(message: bytes | None) -> np.ndarray:
     return np.array([_NOT_DATA if message is None else len(message)], np.int64)
 
 
-def _raise_together(call: str, problem: TypeError | None, ranks: list[int]) -> None:
+def _raise_together(call: str, problem: Exception | None, ranks: list[int]) -> None:
     """A rank's object that cannot be sent is an error everywhere: nobody is left waiting for it."""
     if problem is not None:
         raise problem
@@ -145,25 +156,36 @@ class _Blobs:
             raise ValueError(f"{len(self._view) - self._at} bytes too many")
 
 
-def _pack(call: str, value: Any, where: str, blobs: list[bytes], inside: tuple[int, ...]) -> Any:
+_DEEPEST = 100  # containers in each other; a reader may be deep in calls of its own already
+_A_KEY = object()  # a step of a path: to a key and not to an item
+
+
+def _pack(call: str, value: Any, path: tuple[Any, ...], blobs: list[bytes], inside: tuple[int, ...]) -> Any:
+    """``value`` as JSON has it. ``path`` leads to it from obj; ``inside`` are the containers it is in."""
     kind = type(value)
-    if value is None or kind in (bool, int, float, str):
+    if value is None or kind in (bool, float, str):
         return value
+    if kind is int:  # decimal digits are slow, and limited
+        return value if value.bit_length() < 64 else {"$": "int", "v": hex(value)}
     if id(value) in inside:
-        raise TypeError(f"{call}: {where} contains itself")
+        raise TypeError(f"{call}: {_place(path)} contains itself")
     inside = (*inside, id(value))
+    if len(inside) > _DEEPEST:
+        raise InvalidArgumentError(
+            f"{call}: {_place(path)} is {len(inside)} containers deep; at most {_DEEPEST} can be sent"
+        )
     if kind is list:
-        return [_pack(call, item, f"{where}[{i}]", blobs, inside) for i, item in enumerate(value)]
+        return [_pack(call, item, (*path, i), blobs, inside) for i, item in enumerate(value)]
     if kind is tuple:
         return {
             "$": "tuple",
-            "v": [_pack(call, item, f"{where}[{i}]", blobs, inside) for i, item in enumerate(value)],
+            "v": [_pack(call, item, (*path, i), blobs, inside) for i, item in enumerate(value)],
         }
     if kind is dict:
         pairs = [
             [
-                _pack(call, key, f"a key of {where}", blobs, inside),
-                _pack(call, item, f"{where}[{key!r}]", blobs, inside),
+                _pack(call, key, (*path, _A_KEY), blobs, inside),
+                _pack(call, item, (*path, key), blobs, inside),
             ]
             for key, item in value.items()
         ]
@@ -174,15 +196,31 @@ def _pack(call: str, value: Any, where: str, blobs: list[bytes], inside: tuple[i
     if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, np.ma.MaskedArray):
         array = np.asarray(value)
         if array.dtype.names is None and not array.dtype.hasobject:
+            if not array.dtype.itemsize:
+                raise TypeError(f"{call}: {_place(path)} has elements of no size (dtype {array.dtype.str})")
             blobs.append(array.tobytes())
-            name = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
+            ml = array.dtype.kind == "V" and array.dtype.type is not np.void
+            name = array.dtype.name if ml else array.dtype.str
             scalar = isinstance(value, np.generic)
             return {"$": "scalar" if scalar else "array", "t": name, "s": array.shape, "n": len(blobs[-1])}
     raise TypeError(
-        f"{call}: {where} is a {kind.__name__}, and only data is sent: None, bool, int, float, str, bytes, "
-        "list, tuple, "
-        "dict, and NumPy arrays; convert it first (objects are never pickled)"
+        f"{call}: {_place(path)} is a {kind.__name__}, and only data is sent: None, bool, int, float, str, "
+        "bytes, list, tuple, dict, and NumPy arrays; convert it first (objects are never pickled)"
     )
+
+
+def _place(path: tuple[Any, ...]) -> str:
+    text = "obj"
+    for step in path:
+        text = f"a key of {text}" if step is _A_KEY else f"{text}[{_short(step)}]"
+    return text
+
+
+def _short(key: Any) -> str:
+    try:
+        return reprlib.repr(key)
+    except ValueError:  # an int with more digits than Python writes
+        return f"<{type(key).__name__}>"
 
 
 def _unpack(value: Any, blobs: _Blobs) -> Any:
@@ -211,6 +249,7 @@ def _dtype(name: str) -> np.dtype:
 
 
 _UNPACK: dict[str, Any] = {
+    "int": lambda value, blobs: int(value["v"], 16),
     "tuple": lambda value, blobs: tuple(_unpack(item, blobs) for item in value["v"]),
     "dict": lambda value, blobs: {_unpack(key, blobs): _unpack(item, blobs) for key, item in value["v"]},
     "bytes": lambda value, blobs: blobs.take(value["n"]),
