@@ -82,7 +82,6 @@ def test_compare_as_json_gives_all_costs(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_compare_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     picture = tmp_path / "times.png"
     assert main(["compare", "--algorithms", "ring", "--ranks", "4", "--png", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")

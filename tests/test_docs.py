@@ -20,7 +20,9 @@ def test_every_module_is_on_the_map(room: str, repo: Path):
 def test_every_module_on_the_map_exists(repo: Path):
     named = set(re.findall(r"`(\w+\.py)`", (repo / "docs" / "architecture.md").read_text()))
     there = {
-        path.name for folder in ("pynccl", "sharding", "bench", "examples") for path in (repo / folder).rglob("*.py")
+        path.name
+        for folder in ("pynccl", "sharding", "bench", "examples")
+        for path in (repo / folder).rglob("*.py")
     }
     assert named <= there
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -129,16 +128,14 @@ def run_program(repo: Path, ranks: int, program: str, options: list[str]) -> lis
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_an_example_prints_the_same_losses_on_1_2_and_3_ranks(program: str, repo: Path):
     """All train in float64, whose rounding is far below the digits that are printed: 6 or 10."""
-    pytest.importorskip("autograd")
     alone, *others = (run_program(repo, ranks, program, PROGRAMS[program]) for ranks in (1, 2, 3))
     assert len(alone) >= 4 and alone[-1] < 0.95 * alone[0]
     for losses in others:
         assert losses == pytest.approx(alone, rel=0, abs=1.1e-6 if program == "numpy_gpt.py" else 1.1e-10)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="JAX is not installed")
+@pytest.mark.peers
 def test_jax_and_autograd_train_alike(repo: Path):
-    pytest.importorskip("autograd")
     program = "functional_regression.py"
     with_autograd = run_program(repo, 1, program, [])
     for ranks in (1, 3):
@@ -224,7 +221,6 @@ def snippets(repo: Path) -> Iterator[str]:
 
 def test_every_snippet_of_the_guide_runs(repo: Path, tmp_path: Path):
     """In order, as one program, on 1 rank and on 2."""
-    pytest.importorskip("autograd")
     program = "\n".join(snippets(repo))
     assert program.count("fully_shard(") >= 3
     (tmp_path / "guide.py").write_text(program)

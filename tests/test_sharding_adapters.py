@@ -8,6 +8,8 @@ from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
+import autograd
+import autograd.numpy as anp
 import numpy as np
 import pytest
 
@@ -16,9 +18,6 @@ from sharding import MixedPrecision, PhaseError, adapters, fully_shard
 from sharding.layout import pieces
 from sharding.recompute import Layer, checkpointed
 from sharding.tree import flatten
-
-autograd = pytest.importorskip("autograd")
-anp = pytest.importorskip("autograd.numpy")
 
 RANKS = (1, 2, 3, 4)
 UNITS = ["embed", "blocks.*", "head"]

@@ -1127,7 +1127,6 @@ def test_tensors_are_aligned_to_their_elements_whatever_their_order(tmp_path: Pa
         assert header[name]["data_offsets"][0] % itemsize == 0
 
 
-@pytest.mark.skipif(np.dtype(np.longdouble).name == "float64", reason="no wider float here")
 def test_a_dtype_that_the_format_does_not_have_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
     def rank(comm: Any) -> None:
         model = fully_shard({"w": np.ones(3, np.longdouble)}, comm, frozen=["w"])
