@@ -37,7 +37,7 @@ class Collectives(Core):
     # What is common to all (arrays, `stream`, `algorithm`) is in the docstring of Communicator.
 
     def all_reduce(
-        self, x: Any, out: Any = None, op: Any = "sum", *, stream: Any = None, algorithm: str | None = None
+        self, x: Any, out: Any = None, op: Any = "sum", *, stream: Any = None, algorithm: Any = None
     ) -> Any:
         """Combine ``x`` of all ranks by ``op``; every rank gets the result.
 
@@ -62,7 +62,7 @@ class Collectives(Core):
                 return x
         return self._run(ALL_REDUCE, x, out, op, None, stream, algorithm)
 
-    def all_gather(self, x: Any, out: Any = None, *, stream: Any = None, algorithm: str | None = None) -> Any:
+    def all_gather(self, x: Any, out: Any = None, *, stream: Any = None, algorithm: Any = None) -> Any:
         """Every rank gets ``x`` of all ranks in rank order: (k, ...) gives (size * k, ...), () gives (size,).
 
         ``out``, if given, has size times the elements of ``x``; ``x`` may be this rank's block of it (in
@@ -71,7 +71,7 @@ class Collectives(Core):
         return self._run(ALL_GATHER, x, out, None, None, stream, algorithm)
 
     def reduce_scatter(
-        self, x: Any, out: Any = None, op: Any = "sum", *, stream: Any = None, algorithm: str | None = None
+        self, x: Any, out: Any = None, op: Any = "sum", *, stream: Any = None, algorithm: Any = None
     ) -> Any:
         """Combine ``x`` of all ranks by ``op``; rank r gets block r: (size * k, ...) gives (k, ...).
 
@@ -80,7 +80,7 @@ class Collectives(Core):
         return self._run(REDUCE_SCATTER, x, out, op, None, stream, algorithm)
 
     def broadcast(
-        self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, algorithm: str | None = None
+        self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, algorithm: Any = None
     ) -> Any:
         """Every rank gets the root's ``x``: in ``x``, or in ``out`` (``x`` may be None elsewhere)."""
         return self._run(BROADCAST, x, out, None, root, stream, algorithm)
@@ -93,7 +93,7 @@ class Collectives(Core):
         op: Any = "sum",
         *,
         stream: Any = None,
-        algorithm: str | None = None,
+        algorithm: Any = None,
     ) -> Any:
         """Combine ``x`` of all ranks by ``op``; the root gets the result, in ``x`` itself or in ``out``.
 
@@ -101,7 +101,7 @@ class Collectives(Core):
         """
         return self._run(REDUCE, x, out, op, root, stream, algorithm)
 
-    def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None, algorithm: str | None = None) -> Any:
+    def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None, algorithm: Any = None) -> Any:
         """Block j of ``x`` goes to rank j, which finds it as block r of its result, r being this rank.
 
         ``x`` and ``out`` are (size * k, ...) and must not overlap.
@@ -109,13 +109,13 @@ class Collectives(Core):
         return self._run(ALL_TO_ALL, x, out, None, None, stream, algorithm)
 
     def gather(
-        self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, algorithm: str | None = None
+        self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, algorithm: Any = None
     ) -> Any:
         """The root gets ``x`` of all ranks as in ``all_gather``; elsewhere None, and ``out`` is not used."""
         return self._run(GATHER, x, out, None, root, stream, algorithm)
 
     def scatter(
-        self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, algorithm: str | None = None
+        self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, algorithm: Any = None
     ) -> Any:
         """Rank r gets block r of the root's ``x``: (size * k, ...) gives (k, ...).
 
@@ -197,9 +197,13 @@ class Collectives(Core):
     # --- the one path ---------------------------------------------------------------------------------------
 
     def _run(
-        self, what: Operation, x: Any, out: Any, op: Any, root: int | None, stream: Any, algorithm: str | None
+        self, what: Operation, x: Any, out: Any, op: Any, root: int | None, stream: Any, algorithm: Any
     ) -> Any:
         self._check_open(what.name)
+        if algorithm is not None and (not isinstance(algorithm, str) or algorithm.startswith("pynccl:")):
+            from .collectives.compiled import run_algorithm  # only those who use schedules pay for them
+
+            return run_algorithm(self, what.name, x, out, op, root, stream, algorithm)
         planned = self._plan(what, x, out, op, root)
         function, arguments = self._call(what, planned, root, algorithm)
         self._issue(f"{what.name} ({function})", function, arguments, stream, planned)

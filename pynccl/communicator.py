@@ -64,8 +64,9 @@ class Communicator(Objects, OneSided, Derivation):
     on a GPU None means the array library's current stream.
 
     ``algorithm`` allows only one of NCCL's algorithms, or some: "ring", "tree,ring", all but one: "^nvls".
-    It needs NCCL 2.31, and is the same on every rank. The host library has no such choice: it refuses any
-    algorithm but None.
+    It needs NCCL 2.31, and is the same on every rank. The host library has no such choice: it refuses these
+    names. Any library takes the algorithms of ``pynccl.collectives``: "pynccl:ring", or a schedule; then
+    ``op`` may also be a ufunc, an elementwise kernel, or a function of two arrays.
     """
 
     def __init__(

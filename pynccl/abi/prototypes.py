@@ -236,4 +236,9 @@ HOST_PROTOTYPES = _prototypes("""
 0.1.0   ncclResult_t pyncclEventRecord(void* event, void* stream);
 0.1.0   ncclResult_t pyncclEventSynchronize(void* event, double timeout_seconds);
 0.1.0   ncclResult_t pyncclEventQuery(void* event);
+
+# schedules
+0.1.0   ncclResult_t pyncclRunSchedule(const pyncclSchedule_t* schedule, const void* sendbuff,
+            void* recvbuff, size_t count, ncclDataType_t datatype, ncclRedOp_t op, ncclComm_t comm,
+            cudaStream_t stream);
 """)

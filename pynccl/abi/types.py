@@ -59,6 +59,7 @@ __all__ = [
     "ncclWaitSignalDesc_t",
     "pyncclHostFn_t",
     "pyncclInterruptCheck_t",
+    "pyncclSchedule_t",
 ]
 
 UNSET, NULL = NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_PTR
@@ -330,6 +331,25 @@ pyncclHostFn_t = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 #: What a slow wait of the host library asks: anything but 0 ends the waiting call. Keep the object alive.
 pyncclInterruptCheck_t = ctypes.CFUNCTYPE(ctypes.c_int)
 
+
+class pyncclSchedule_t(ctypes.Structure):
+    """One rank's part of a schedule for the host library; ``nccl_abi.h`` says what the members mean."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("name", ctypes.c_char_p),
+        ("fingerprint", ctypes.c_uint),
+        *((name, ctypes.c_int) for name in ("nranks", "rank", "parts", "in_blocks", "out_blocks")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("in_root", "out_root", "scratch_chunks", "sends_in", "sends_out")
+        ),
+        *((name, ctypes.c_int) for name in ("most_rounds", "nrounds", "nsends", "nexposed", "apart_chunks")),
+        ("most_receives", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("steps", "rounds", "sends", "exposed", "to", "from_")),
+    ]
+
+
 _handle = ctypes.c_void_p
 #: C type, without ``const`` -> ctypes type; the functions' argtypes are looked up here.
 #: Pointers to data are plain addresses; pointers to results are typed, so a wrong ``byref`` is a TypeError.
@@ -368,4 +388,5 @@ C_TYPES: Mapping[str, Any] = {
     **{f"{name}*": ctypes.POINTER(struct) for name, struct in STRUCTS.items()},
     "pyncclHostFn_t": pyncclHostFn_t,
     "pyncclInterruptCheck_t": pyncclInterruptCheck_t,
+    "pyncclSchedule_t*": ctypes.POINTER(pyncclSchedule_t),
 }

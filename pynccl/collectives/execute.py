@@ -97,6 +97,7 @@ class Call:
     count: int
     """Elements a block."""
     op: Any
+    in_place: bool
 
 
 def check_call(
@@ -128,13 +129,13 @@ def check_call(
     recv = planned.recv if has_out else None
     blocks = schedule.out_blocks if planned.recv is not None else schedule.in_blocks
     count = memory.count // blocks
-    if send is not None and recv is not None and count and not schedule.in_place and _overlap(planned):
+    in_place = send is not None and recv is not None and count > 0 and _overlap(planned)
+    if in_place and not schedule.in_place:
         raise InvalidArgumentError(
             f"{name}: this schedule cannot work in place; pass an out= that lies apart from x"
         )
-    return Call(
-        name, schedule, planned, memory, send, recv, count, op if COLLECTIVES[what.name].reduces else None
-    )
+    reduction = op if COLLECTIVES[what.name].reduces else None
+    return Call(name, schedule, planned, memory, send, recv, count, reduction, in_place)
 
 
 def _overlap(planned: Plan) -> bool:

@@ -27,6 +27,7 @@ const struct kind_info kinds[KINDS] = {
     [GATHER]         = {"gather",         false, false, false, true,  collective_progress},
     [SCATTER]        = {"scatter",        true,  false, true,  false, collective_progress},
     [ALL_TO_ALL]     = {"all_to_all",     true,  false, false, false, collective_progress},
+    [SCHEDULE]       = {"schedule",       false, true,  false, false, collective_progress},
     [SEND]           = {"send",           false, false, false, false, message_progress},
     [RECV]           = {"recv",           false, false, false, false, message_progress},
     [PUT]            = {"put",            false, false, false, false, put_progress},
@@ -47,7 +48,7 @@ static bool rooted(enum kind kind) { return kinds[kind].from_root || kinds[kind]
 
 static uint64_t signature_of(const struct op *op) {
   const uint64_t redop = kinds[op->kind].reduces ? (uint64_t)op->redop : 0xff;
-  const uint64_t root = rooted(op->kind) ? (uint64_t)op->root : 0xffff;
+  const uint64_t root = rooted(op->kind) || op->kind == SCHEDULE ? (uint64_t)(uint32_t)op->root : 0xffff;
   return (uint64_t)op->kind | (uint64_t)op->dtype << 8 | redop << 16 | root << 32;
 }
 
@@ -57,13 +58,14 @@ static const char *call_words(uint64_t signature, uint64_t count, char *buffer, 
   size_t at = (size_t)used < size ? (size_t)used : size - 1;
   if (kinds[kind].reduces) at += snprintf(buffer + at, size - at, ", %s", redop_name(signature >> 16 & 0xff));
   if (at < size && rooted(kind)) at += snprintf(buffer + at, size - at, ", root=%d", (int)(signature >> 32));
+  if (at < size && kind == SCHEDULE) at += snprintf(buffer + at, size - at, ", #%08x", (unsigned)(signature >> 32));
   const bool barrier = kind == ALL_REDUCE && count == 1 && (signature >> 8 & 0xff) == ncclUint8 && (signature >> 16 & 0xff) == REDUCE_MAX;
   if (at < size) snprintf(buffer + at, size - at, barrier ? ") as a barrier does" : ")");
   return buffer;
 }
 
 const char *op_words(const struct op *op, char *buffer, size_t size) {
-  if (op->kind <= ALL_TO_ALL) return call_words(signature_of(op), op->count, buffer, size);
+  if (op->kind <= SCHEDULE) return call_words(signature_of(op), op->count, buffer, size);
   if (op->kind == SEND || op->kind == RECV)
     snprintf(buffer, size, "%s(count=%zu, %s, peer=%d)", kinds[op->kind].name, op->count, dtype_name(op->dtype), op->root);
   else
@@ -143,7 +145,9 @@ static void announce(struct op *op) {
   post->count = op->count;
   post->send_at = post->recv_at = NOT_MAPPED;
   if (op->redop == REDUCE_PREMULSUM) memcpy(post->scalar, op->scalar_device != NULL ? op->scalar_device : op->scalar, op->element);
-  if (bytes <= ONE_SHOT_BYTES) {
+  if (op->kind == SCHEDULE) {
+    schedule_announce(op, post);
+  } else if (bytes <= ONE_SHOT_BYTES) {
     expose(op, exposure_of(comm, comm->rank, op->ticket, bytes), 0, op->bytes);
   } else if (comm->mappable && heap_descriptor() >= 0) {
     const size_t received = op->kind == ALL_GATHER || op->kind == GATHER || op->kind == ALL_TO_ALL ? op->bytes * comm->nranks : op->bytes;
@@ -372,7 +376,7 @@ enum progress collective_progress(struct op *op) {
     op->steps = done + atomic_load_explicit(&lines_of(comm, comm->rank)->ticks, memory_order_relaxed); /* moves while the queue does */
     if (done + 1 != op->ticket) return WAITING;
     op->step = op->steps = 0;
-    if (comm->nranks == 1) {
+    if (comm->nranks == 1 && op->kind != SCHEDULE) {
       alone(op);
       return op_finish(op, ncclSuccess);
     }
@@ -389,6 +393,12 @@ enum progress collective_progress(struct op *op) {
     }
     if (!agree(op)) return op_finish(op, ncclInvalidUsage);
     if (op->count == 0) return op_finish(op, ncclSuccess);
+    if (op->kind == SCHEDULE) {
+      const ncclResult_t code = schedule_begin(op);
+      if (code != ncclSuccess) return op_finish(op, code);
+      op->phase = RUNNING;
+      return schedule_progress(op);
+    }
     if (contribution(op) <= ONE_SHOT_BYTES) {
       one_shot(op);
       return op_finish(op, ncclSuccess);
@@ -400,5 +410,5 @@ enum progress collective_progress(struct op *op) {
       plan_staged(op);
     op->phase = RUNNING;
   }
-  return run_steps(op);
+  return op->kind == SCHEDULE ? schedule_progress(op) : run_steps(op);
 }

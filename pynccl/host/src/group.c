@@ -40,7 +40,7 @@ static struct flow *flow_of(const struct op *op) { return op->kind == SEND ? &op
 
 static void take_ticket(struct op *op) {
   atomic_fetch_add(&op->comm->pending, 1);
-  if (op->kind <= ALL_TO_ALL)
+  if (op->kind <= SCHEDULE)
     op->ticket = atomic_fetch_add(&op->comm->issued, 1) + 1;
   else if (op->kind == SEND || op->kind == RECV)
     op->ticket = atomic_fetch_add(&flow_of(op)->issued, 1) + 1;
@@ -49,7 +49,9 @@ static void take_ticket(struct op *op) {
 enum progress op_finish(struct op *op, ncclResult_t result) {
   op->result = result;
   op->phase = COMPLETE;
-  if (op->kind <= ALL_TO_ALL)
+  free(op->run);
+  op->run = NULL;
+  if (op->kind <= SCHEDULE)
     atomic_fetch_add_explicit(&op->comm->done, 1, memory_order_release);
   else if (op->kind == SEND || op->kind == RECV)
     atomic_fetch_add_explicit(&flow_of(op)->done, 1, memory_order_release);

@@ -10,6 +10,7 @@
  *   group.c      submit, groups, streams: when and where operations run
  *   wait.c       the waiting loop: spin, yield, sleep; deadline, abort, dead peers
  *   collective.c the eight collectives: one table, three paths (one-shot, staged, mapped)
+ *   schedule.c   users' collectives
  *   p2p.c        send and receive      onesided.c  windows, put, signal, wait
  *   comm.c       communicators: make, split, shrink, grow, finalize, destroy, abort
  *   bootstrap.c  how ranks find each other (a socket all-gather)      segment.c  shared memory
@@ -143,6 +144,7 @@ struct channel { /* one direction of one pair of ranks */
   struct post sends[2], recvs[2];
   _Alignas(LINE) _Atomic uint64_t sent; /* chunks put in, ever: written by the sender */
   _Alignas(LINE) _Atomic uint64_t got;  /* chunks taken out, ever: written by the receiver */
+  _Alignas(LINE) _Atomic uint64_t pulled; /* messages of schedules taken, ever: written by the receiver */
 };
 
 #define SIGNALS 16
@@ -211,6 +213,7 @@ struct ncclComm { /* comes from a pool that is never freed: a stale handle is re
   struct flow {
     _Atomic uint64_t issued, done; /* messages: tickets given and served */
     uint64_t chunks;               /* chunks through the channel, ever */
+    uint64_t pulled;               /* messages of schedules through it, ever */
     bool reserved;
   } to[MAX_RANKS], from[MAX_RANKS];
   uint64_t signals_used[MAX_RANKS][CONTEXTS][SIGNALS];
@@ -267,7 +270,7 @@ char *comm_peer_heap(struct ncclComm *comm, int rank); /* maps it when first nee
 
 /* ---- operations ---------------------------------------------------------------------------------------------------------------- */
 
-enum kind { ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST, ALL_GATHER, GATHER, SCATTER, ALL_TO_ALL, SEND, RECV, PUT, SIGNAL, WAIT_SIGNAL, KINDS };
+enum kind { ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST, ALL_GATHER, GATHER, SCATTER, ALL_TO_ALL, SCHEDULE, SEND, RECV, PUT, SIGNAL, WAIT_SIGNAL, KINDS };
 enum progress { WAITING, MOVED, DONE };
 enum phase { QUEUED, ANNOUNCED, RUNNING, COMPLETE };
 enum path { PATH_NONE, PATH_STAGED, PATH_MAPPED };
@@ -276,7 +279,7 @@ struct op {
   enum kind kind;
   ncclDataType_t dtype;
   enum reduce_op redop;
-  int root; /* or the peer of a message */
+  int root; /* or the peer of a message, or the fingerprint of a schedule */
   struct ncclComm *comm;
   void *stream;
   const void *send;
@@ -290,6 +293,8 @@ struct op {
   int signal, context;
   ncclWaitSignalDesc_t *signals; /* wait: owned copy, freed at completion */
   int nsignals;
+  const pyncclSchedule_t *schedule; /* the caller's */
+  struct schedule_run *run;         /* owned: freed at completion */
 
   /* the machine */
   enum phase phase;
@@ -313,6 +318,9 @@ struct kind_info {
 extern const struct kind_info kinds[KINDS];
 
 enum progress collective_progress(struct op *op);
+void schedule_announce(const struct op *op, struct post *post); /* the parts of collective_progress that are a schedule's own */
+ncclResult_t schedule_begin(struct op *op);
+enum progress schedule_progress(struct op *op);
 enum progress message_progress(struct op *op);
 enum progress put_progress(struct op *op);
 enum progress signal_progress(struct op *op);

@@ -261,4 +261,39 @@ NCCL_API ncclResult_t pyncclEventRecord(void *event, void *stream);
 NCCL_API ncclResult_t pyncclEventSynchronize(void *event, double timeout);
 NCCL_API ncclResult_t pyncclEventQuery(void *event);
 
+/* One rank's part of a schedule, as pynccl/collectives/compiled.py makes it. Buffers: 0 the send buffer, 1 the receive buffer, 2 scratch,
+ * 3 messages kept apart until they are reduced. Chunks as in pynccl/collectives/schedule.py; a span lies within one block. Nothing is
+ * checked here: a wrong schedule gives wrong data, or accesses memory that it should not. */
+typedef struct { /* dst = from, or (reduces) dst = src op from, with from a peer's memory for a receive */
+  int reduces, left; /* left: from op src */
+  int peer, peer_round, number; /* a receive: which of the peer's rounds sends it; its number, from 1, if it completes its message, else 0 */
+  int from_buffer, from_chunk, src_buffer, src_chunk, dst_buffer, dst_chunk, chunks;
+  int fence; /* so many of this rank's sends must have been taken before it writes */
+} pyncclScheduleStep_t;
+typedef struct {
+  int receives, computes, end; /* the first of its steps of each sort, those that receive by peer; and the one after the last */
+} pyncclScheduleRound_t;
+typedef struct {
+  int peer, number; /* number: among the messages to this peer, from 1 */
+} pyncclScheduleSend_t;
+typedef struct {
+  int chunk, chunks;
+} pyncclScheduleSpan_t;
+typedef struct {
+  size_t size; /* of this structure */
+  const char *name;
+  unsigned fingerprint; /* equal on all ranks, and different for different schedules */
+  int nranks, rank, parts, in_blocks, out_blocks, in_root, out_root; /* in_root: the only rank with a send buffer, -1: all */
+  int scratch_chunks, sends_in, sends_out, most_rounds;              /* of the whole schedule */
+  int nrounds, nsends, nexposed, apart_chunks, most_receives;        /* of this rank */
+  const pyncclScheduleStep_t *steps;
+  const pyncclScheduleRound_t *rounds;
+  const pyncclScheduleSend_t *sends;
+  const pyncclScheduleSpan_t *exposed; /* of the send buffer, what is sent */
+  const int *to, *from;                /* messages to and from each rank */
+} pyncclSchedule_t;
+/* The schedule and the buffers stay the caller's, and must live until the operation is done. */
+NCCL_API ncclResult_t pyncclRunSchedule(const pyncclSchedule_t *schedule, const void *send, void *recv, size_t count, ncclDataType_t dtype,
+    ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream);
+
 #endif
