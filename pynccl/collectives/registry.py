@@ -6,7 +6,17 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from pynccl.collectives import bruck, pairwise, recursive, ring, swing, tree
+from pynccl.collectives import (
+    bruck,
+    direct,
+    hierarchical,
+    pairwise,
+    pat,
+    recursive,
+    ring,
+    swing,
+    tree,
+)
 from pynccl.collectives.schedule import COLLECTIVES, Schedule
 
 __all__ = ["ALGORITHMS", "Row", "algorithms", "generate"]
@@ -33,11 +43,17 @@ _PATARASUK = "Patarasuk and Yuan 2009"
 _THAKUR = "Thakur, Rabenseifner and Gropp 2005"
 _TWO_TREES = "Sanders, Speck and Träff 2009; ncclGetDtree"
 _BRUCK = "Bruck et al. 1997"
+_DIRECT = "MSCCL++, arXiv:2504.09014"
+_LEVELS = "Jia et al. 2018, arXiv:1807.11205"
+_PAT = "Jeaugey 2025, arXiv:2506.20252"
 _CHANNELS = ({"channels": 2}, {"channels": 4})
 _CHAINS = ({"channels": 2, "chunks": 1}, {"channels": 1, "chunks": 3})
+_NODES = ({"ranks_per_node": 2}, {"ranks_per_node": 3})
+_AGGREGATIONS = ({"aggregation": 1}, {"aggregation": 2})
 _CHUNKS = ({"chunks": 1}, {"chunks": 3})
 
-# k: chunks of a pipeline. log: the logarithm to base 2, rounded up.
+# k: chunks of a pipeline. log: the logarithm to base 2. A: see `pat.py`. N nodes of m ranks, with links 1
+# inside them and 2 between them.
 _ROWS = (
     Row(
         "all_reduce", "ring", ring.all_reduce, "2(n-1) a + 2(n-1)/n S b + (n-1)/n S g", _PATARASUK, _CHANNELS
@@ -65,6 +81,22 @@ _ROWS = (
         "2 log n a + 2(n-1)/n S b + (n-1)/n S g",
         "De Sensi et al. 2024, arXiv:2401.09356",
     ),
+    Row(
+        "all_reduce",
+        "direct",
+        direct.all_reduce,
+        "2 a + 2(n-1)/n S b + (n-1)/n S g",
+        _DIRECT,
+    ),
+    Row("all_reduce", "one_shot", direct.one_shot_all_reduce, "a + (n-1) S (b + g)", _DIRECT),
+    Row(
+        "all_reduce",
+        "hierarchical",
+        hierarchical.all_reduce,
+        "2 a1 + 2(m-1)/m S b1 + 2(N-1) a2 + 2(N-1)/N S/m b2 + ((m-1)/m + (N-1)/(Nm)) S g",
+        _LEVELS,
+        _NODES,
+    ),
     Row("reduce_scatter", "ring", ring.reduce_scatter, "(n-1) a + (n-1)/n S (b + g)", _PATARASUK, _CHANNELS),
     Row(
         "reduce_scatter",
@@ -72,6 +104,23 @@ _ROWS = (
         recursive.halving_reduce_scatter,
         "log n a + (n-1)/n S (b + g)",
         _THAKUR,
+    ),
+    Row("reduce_scatter", "direct", direct.reduce_scatter, "a + (n-1)/n S (b + g)", _DIRECT),
+    Row(
+        "reduce_scatter",
+        "pat",
+        pat.reduce_scatter,
+        "(log A + n/A - 1) a + (n-1)/n S (b + g)",
+        _PAT,
+        _AGGREGATIONS,
+    ),
+    Row(
+        "reduce_scatter",
+        "hierarchical",
+        hierarchical.reduce_scatter,
+        "a1 + (m-1) S/n (b1 + g) + (N-1)(a2 + S/n (b2 + m g))",
+        _LEVELS,
+        _NODES,
     ),
     Row("all_gather", "ring", ring.all_gather, "(n-1) a + (n-1)/n S b", _PATARASUK, _CHANNELS),
     Row(
@@ -82,13 +131,26 @@ _ROWS = (
         _THAKUR,
     ),
     Row("all_gather", "bruck", bruck.all_gather, "log n a + (n-1)/n S b", _BRUCK),
+    Row("all_gather", "direct", direct.all_gather, "a + (n-1)/n S b", _DIRECT),
+    Row("all_gather", "pat", pat.all_gather, "(log A + n/A - 1) a + (n-1)/n S b", _PAT, _AGGREGATIONS),
+    Row(
+        "all_gather",
+        "hierarchical",
+        hierarchical.all_gather,
+        "(N-1)(a2 + S/n b2) + a1 + (m-1) S/n b1",
+        _LEVELS,
+        _NODES,
+    ),
     Row("broadcast", "ring", ring.broadcast, "(n-2+k)(a + S/k b)", _PATARASUK, _CHAINS),
     Row("broadcast", "tree", tree.broadcast, "(log n + k)(a + S/k b)", _TWO_TREES, _CHUNKS),
     Row("broadcast", "binomial", tree.binomial_broadcast, "log n (a + S b)", _THAKUR),
+    Row("broadcast", "direct", direct.broadcast, "a + (n-1) S b", _DIRECT),
     Row("reduce", "ring", ring.reduce, "(n-2+k)(a + S/k (b + g))", _PATARASUK, _CHAINS),
     Row("reduce", "tree", tree.reduce, "(log n + k)(a + S/k (b + g))", _TWO_TREES, _CHUNKS),
     Row("reduce", "binomial", tree.binomial_reduce, "log n (a + S (b + g))", _THAKUR),
+    Row("reduce", "direct", direct.reduce, "a + (n-1) S (b + g)", _DIRECT),
     Row("all_to_all", "pairwise", pairwise.all_to_all, "(n-1) a + (n-1)/n S b", _THAKUR),
+    Row("all_to_all", "direct", direct.all_to_all, "a + (n-1)/n S b", _DIRECT),
     Row("all_to_all", "bruck", bruck.all_to_all, "log n (a + S/2 b)", _BRUCK),
 )
 
