@@ -123,7 +123,7 @@ def hand_over(keep: Any, make: Callable[[], int], after: Callable[[int], T]) -> 
     In between, a signal handler may raise and unwind the caller, whose arrays the queued call still uses:
     then ``keep`` lives on here, to the end of the process.
     """
-    key = id(keep)
+    key = object()  # the same prepared call may be handed over by several threads
     _handed_over[key] = keep
     try:
         result = after(make())
@@ -134,7 +134,7 @@ def hand_over(keep: Any, make: Callable[[], int], after: Callable[[int], T]) -> 
     return result
 
 
-_handed_over: dict[int, Any] = {}
+_handed_over: dict[object, Any] = {}
 
 # Dropped streams whose work was not done. Their order does not matter; a dict, since its single operations
 # need no lock, and the garbage collector may come here at any moment.

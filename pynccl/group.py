@@ -87,9 +87,9 @@ def group(*, simulate: bool = False) -> Iterator[Group]:
             "group: simulate=True inside another group; simulate the outermost group instead"
         )
     opened = Group(outer, simulate)
-    current.set_group(opened)
     try:
         try:
+            current.set_group(opened)
             yield opened
         finally:
             current.set_group(outer)
@@ -125,24 +125,28 @@ def _start_on(library: Library, calls: list[Deferred], opened: Group) -> int:
     for call in calls:
         if call.comm is not None:
             call.comm._check_open(call.name)  # before GroupStart: an error here must start nothing
-    check(library, library.ncclGroupStart(), "group (ncclGroupStart)")
     failed: tuple[Deferred, int] | None = None
     ended = False
     try:
+        check(library, library.ncclGroupStart(), "group (ncclGroupStart)")
         for call in calls:
             code = call.function()
             if code not in (0, 7):
                 failed = call, code
                 break
-        ended = True
         if opened._simulate and failed is None:
             info = ncclSimInfo_t.initializer()
             code = library.ncclGroupSimulateEnd(ctypes.byref(info))
             opened.estimated_time = info.estimatedTime
         else:
             code = library.ncclGroupEnd()
+        ended = True
     finally:
-        if not ended:  # a signal handler raised between two calls
+        if not ended:
+            # A signal handler raised on the way. A call that is wrong lets the library discard the group, so
+            # that no half of it is started. Where the group was not open or has ended, both are errors and
+            # change nothing.
+            library.ncclAllReduce(None, None, 0, 0, 0, None, None)
             library.ncclGroupEnd()
     if failed is not None:
         call, code = failed

@@ -18,6 +18,7 @@ from .abi.library import Library
 from .abi.types import ncclWaitSignalDesc_t
 from .arrays import Buffer
 from .calls import Collectives
+from .flight import hand_over
 from .operations import Plan, check_rank, integer, moved_as, view_in_place
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Registered:
             return
         self.comm._disown(self)
         code = getattr(self.comm.library, self._undo)(self.comm.handle, handle)
-        self.comm._settle(code, f"{self._what} ({self._undo})")
+        self.comm._settle(code, f"{self._what} ({self._undo})", self._buffer)
 
     def _invalidate(self) -> None:
         """Its communicator has ended, and the registration with it."""
@@ -222,32 +223,32 @@ class OneSided(Collectives):
         buffer = view_in_place(call, "x", x, self._place)
         if buffer.read_only:
             raise InvalidArgumentError(f"{call}: x ({buffer}) cannot be written: {buffer.read_only}")
+        if flags is not None and buffer.address % _ALIGNMENT:
+            raise InvalidArgumentError(
+                f"{call}: x ({buffer}) starts at {buffer.address:#x}, and a window starts at a multiple of "
+                f"{_ALIGNMENT}; allocate it with comm.empty(shape, dtype)"
+            )
         box = ctypes.c_void_p()
-        if flags is None:
-            code = self.library.ncclCommRegister(
-                self._handle, buffer.address, buffer.nbytes, ctypes.byref(box)
-            )
-            function = "ncclCommRegister"
-        else:
-            if buffer.address % _ALIGNMENT:
-                raise InvalidArgumentError(
-                    f"{call}: x ({buffer}) starts at {buffer.address:#x}, and a window starts at a multiple "
-                    "of "
-                    f"{_ALIGNMENT}; allocate it with comm.empty(shape, dtype)"
+        arguments = (self._handle, buffer.address, buffer.nbytes, ctypes.byref(box))
+
+        def register() -> int:
+            if flags is None:
+                return self.library.ncclCommRegister(*arguments)
+            return self.library.ncclCommWindowRegister(*arguments, flags)
+
+        def registered(code: int) -> Any:
+            function = "ncclCommRegister" if flags is None else "ncclCommWindowRegister"
+            self._settle(code, f"{call} ({function})", (box, buffer))
+            if box.value is None:
+                raise InvalidUsageError(
+                    f"{call}: the library did not register x ({buffer}); NCCL_DEBUG=INFO says why"
+                    if flags is None
+                    else f"{call}: the library made no window for x ({buffer}): not supported between these "
+                    "ranks (NCCL_DEBUG=INFO says why); use the array without a window"
                 )
-            function = "ncclCommWindowRegister"
-            code = self.library.ncclCommWindowRegister(
-                self._handle, buffer.address, buffer.nbytes, ctypes.byref(box), flags
-            )
-        self._settle(code, f"{call} ({function})", (box, buffer))
-        if box.value is None:
-            raise InvalidUsageError(
-                f"{call}: the library made no window for x ({buffer}): not supported between these ranks "
-                "(NCCL_DEBUG=INFO says why); use the array without a window"
-                if flags is not None
-                else f"{call}: the library did not register x ({buffer}); NCCL_DEBUG=INFO says why"
-            )
-        return kind(self, buffer, box.value)
+            return kind(self, buffer, box.value)
+
+        return hand_over((box, buffer), register, registered)
 
 
 def _which(call: str, signal: Any, context: Any) -> tuple[int, int]:

@@ -490,6 +490,48 @@ class Gate:
         self._stream.close()
 
 
+@pytest.mark.parametrize("after", ["ncclGroupStart", "ncclAllReduce", "ncclGroupEnd"])
+def test_an_interrupt_anywhere_in_a_group_leaves_no_group_open(
+    monkeypatch: pytest.MonkeyPatch, after: str
+) -> None:
+    with pynccl.Communicator(1, pynccl.get_unique_id("host"), 0, library="host") as comm:
+        original = getattr(comm.library, after)
+        pending = [KeyboardInterrupt]
+
+        def interrupted(*arguments):
+            code = original(*arguments)
+            if pending:
+                raise pending.pop()
+            return code
+
+        with monkeypatch.context() as patched:
+            patched.setattr(comm.library, after, interrupted)
+            with pytest.raises(KeyboardInterrupt), pynccl.group():
+                for _ in range(2):
+                    comm.all_gather(np.ones(1)) if after != "ncclAllReduce" else comm.all_reduce(np.ones(1))
+        # In a group that was left open nothing would be made before its end.
+        with comm.split(0) as child:
+            assert child.all_gather(np.full(1, 7.0)).tolist() == [7]
+        with pynccl.group():
+            gathered = comm.all_gather(np.full(1, 8.0))
+        assert gathered.tolist() == [8]
+
+
+def test_an_interrupt_in_a_group_starts_no_half_of_it() -> None:
+    with pynccl.Communicator(1, pynccl.get_unique_id("host"), 0, library="host") as comm:
+        x, out = np.full(4, 3.0), np.zeros(4)
+
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt), pynccl.group() as group:
+            comm.all_reduce(x, out)
+            comm.all_reduce(x, out)
+            group._calls[1] = group._calls[1]._replace(function=interrupt)
+        assert out.tolist() == [0] * 4
+        assert comm.all_reduce(x, out).tolist() == [3] * 4
+
+
 def test_a_destroy_that_timed_out_leaves_the_communicator_as_it_was() -> None:
     comm = pynccl.Communicator(1, pynccl.get_unique_id("host"), 0, library="host", timeout=0.1)
     prepared, gate = comm.prepare("all_reduce", np.ones(3)), Gate(comm)

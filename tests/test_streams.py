@@ -20,7 +20,7 @@ import pytest
 import pynccl
 from pynccl.abi.enums import Result
 from pynccl.abi.types import pyncclHostFn_t
-from pynccl.flight import HostFlight
+from pynccl.flight import HostFlight, hand_over
 from pynccl.streams import gpu_stream
 from pynccl.testing import run_ranks
 
@@ -36,6 +36,10 @@ def stream() -> Iterator[pynccl.Stream]:
     stream = pynccl.Stream()
     yield stream
     stream.close()
+
+
+class Kept:
+    """Something that can be watched."""
 
 
 class Gate:
@@ -509,6 +513,44 @@ def test_an_interrupt_right_after_queueing_frees_nothing_in_use(
     assert alive() is not None
     gate.open()
     stream.synchronize()
+
+
+def test_one_thing_handed_over_twice_at_once_is_kept_until_both_are_done() -> None:
+    def interrupt(keep: Kept) -> None:
+        hand_over(keep, int, lambda code: None)  # meanwhile another thread hands it over, and is done
+        raise KeyboardInterrupt
+
+    def watch(keep: Kept) -> weakref.ref[Kept]:
+        with pytest.raises(KeyboardInterrupt):
+            hand_over(keep, int, lambda code: interrupt(keep))
+        return weakref.ref(keep)
+
+    alive = watch(Kept())
+    gc.collect()
+    assert alive() is not None
+
+
+def test_an_interrupt_right_after_registering_keeps_the_memory(
+    alone: pynccl.Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    def register(x: np.ndarray) -> None:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(alone, "_settle", interrupt)
+            alone.register_window(x)
+
+    x = alone.empty(8)
+    owner = x
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    alive = weakref.ref(owner)
+    del owner
+    register(x)
+    del x
+    gc.collect()
+    assert alive() is not None
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
