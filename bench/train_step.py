@@ -24,7 +24,7 @@ from typing import Any
 import pynccl
 from bench.train.environment import peer_python
 from bench.train.outcome import Times, ideal, ratio, verdicts
-from bench.train.pool import Pool, PoolError, child_environment, wait_for_quiet
+from bench.train.pool import Pool, PoolError, child_environment, turn
 from bench.train.problem import Problem
 from sharding.layout import Spec, plan
 from sharding.policy import STRATEGIES, strategy_named
@@ -105,8 +105,7 @@ def _measure(options: argparse.Namespace, problem: Problem, entries: Sequence[En
                 pool.ask("reset")
             for number in range(options.rounds):
                 for name, pool in pools.items():
-                    wait_for_quiet(options.quiet)
-                    times[name].add(pool.ask(f"run {options.steps}"))
+                    times[name].add(*turn(pool, f"run {options.steps}", options.quiet))
                 _progress(number, options.rounds, times)
     return _result(options, problem, times, removed, load_before)
 
@@ -160,9 +159,9 @@ def _predicted(problem: Problem, strategy: str) -> Report:
     return predict(layout, Setting(kind, shards, 1 if kind.shards else problem.ranks))
 
 
-def _counts(about: Mapping[str, Any], steps: int, predicted: Report) -> tuple[dict[str, Any], bool]:
+def _counts(about: Mapping[str, Any], predicted: Report) -> tuple[dict[str, Any], bool]:
     """(calls and bytes sent by one rank in a step, whether they are exactly what was predicted)."""
-    counted = about["counters"]
+    counted, steps = about["counters"], about["steps"]
     calls = {name: counted[name] / steps for name in COLLECTIVES}
     sent = {name: counted[f"{name}_bytes"] / steps for name in COLLECTIVES}
     as_predicted = calls == predicted.total.calls and sent == predicted.total.sent
@@ -176,7 +175,6 @@ def _result(
     removed: list[str],
     load_before: tuple[float, float, float],
 ) -> dict[str, Any]:
-    steps = options.warmup + options.rounds * options.steps
     result: dict[str, Any] = {
         "problem": asdict(problem) | {"parameters": problem.parameters, "flops": problem.flops},
         "machine": {
@@ -195,7 +193,7 @@ def _result(
         place[rest or kind] = taken.summary()
         if kind == "ours" and rest in STRATEGIES:
             report = _predicted(problem, rest)
-            counts, good = _counts(taken.about[0], steps, report)
+            counts, good = _counts(taken.about[0], report)
             place[rest] |= counts
             if rest == "full_shard":
                 place[rest]["live_buffer_bytes_per_rank"] = taken.about[0]["live_buffer_bytes"]
@@ -251,11 +249,22 @@ def _text(result: Mapping[str, Any]) -> str:
     problem, machine = result["problem"], result["machine"]
     shown = {f"ours.{name}": value for name, value in result["ours"].items()}
     shown |= {name: result[name] for name in PEERS if name in result}
-    columns = ("contestant", "step ms", "p10", "p90", "cpu ms", "state/rank", "peak RSS", "first loss")
+    columns = (
+        "contestant",
+        "step ms",
+        "p10",
+        "p90",
+        "cpu ms",
+        "others",
+        "state/rank",
+        "peak RSS",
+        "first loss",
+    )
     rows = [columns] + [
         (
             name,
             *(f"{row[key]:.1f}" for key in ("step_ms", "step_ms_p10", "step_ms_p90", "cpu_ms")),
+            f"{row['others']:.1%}",
             human(row["model_state_bytes_per_rank"]),
             human(row["peak_rss"]),
             f"{row['first_loss']:.7f}",
@@ -361,7 +370,7 @@ def _parser() -> argparse.ArgumentParser:
         "--quiet",
         type=float,
         default=0.0,
-        help="before each turn wait for an idle machine, at most so many seconds (default 0)",
+        help="seconds for each turn to wait for an idle machine, and to be taken again if others disturb it",
     )
     parser.add_argument("--pin", action="store_true", help="each rank, of every contestant, to a core")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one answer (default 300)")

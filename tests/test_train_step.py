@@ -17,7 +17,7 @@ import pynccl
 from bench.train import outcome
 from bench.train.ours import Delayed, Ours
 from bench.train.outcome import Times
-from bench.train.pool import Pool, PoolError, child_environment, wait_for_quiet
+from bench.train.pool import Pool, PoolError, child_environment, turn
 from bench.train.problem import Problem, uniform
 from bench.train_step import main
 from pynccl.testing import run_ranks
@@ -266,7 +266,28 @@ def test_torch_trains_the_same(repo: Path, tmp_path: Path) -> None:
     assert {"full_shard/fsdp2", "full_shard/ddp"} <= set(found["ratios"])
 
 
-def test_waiting_for_quiet_ends_when_it_is_quiet_or_the_time_is_up() -> None:
-    wait_for_quiet(0.0)
-    wait_for_quiet(1e9, window=0.01, busy=1.0)  # no machine is busier than that
-    wait_for_quiet(0.05, window=0.01, busy=-1.0)  # and none quieter
+class Answering:
+    """A contestant that tells how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def ask(self, command: str) -> list[dict[str, Any]]:
+        self.asked += 1
+        return [{"asked": self.asked}]
+
+    def processor_time(self) -> int:
+        return 0
+
+
+def test_a_turn_is_taken_once_without_patience() -> None:
+    pool: Any = Answering()
+    answers, others = turn(pool, "run 1", 0.0)
+    assert answers == [{"asked": 1}] and 0 <= others <= 1
+
+
+def test_a_turn_that_others_disturb_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([(0, 0), (0, 100)] + [(0, 100), (50, 200)] + [(50, 200), (50, 300)] + [(50, 300), (52, 400)])
+    monkeypatch.setattr("bench.train.pool._machine_time", lambda: next(ticks))
+    pool: Any = Answering()
+    assert turn(pool, "run 1", 60.0) == ([{"asked": 2}], 0.02)

@@ -61,6 +61,7 @@ class Ours:
         self.hidden = [np.empty((width, batch), np.float32) for _ in range(problem.layers)]
         self.gradients = [np.empty((width, batch), np.float32) for _ in range(2)]
         self._loss = 0.0
+        self.steps = 0
 
     def step(self) -> None:
         """Forward, backward (which reduces), update."""
@@ -69,6 +70,7 @@ class Ours:
             self.backward()
         self.optimizer.step()
         self.model.zero_grad()
+        self.steps += 1
 
     def forward(self) -> None:
         """Each layer's output in `hidden`; ReLU after all but the last."""
@@ -119,6 +121,7 @@ class Ours:
             "model_state_bytes": state + moments,
             "live_buffer_bytes": model.gatherer.bytes_made + model.reducer.bytes_made,
             "counters": dict(vars(model.counters)),
+            "steps": self.steps,
             "version": f"numpy {np.__version__}",
             "blas": blas(),
         }

@@ -22,6 +22,8 @@ class Times:
     rounds: list[list[float]] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     """Processor time of a step, mean of the ranks."""
+    others: list[float] = field(default_factory=list)
+    """Of each round: the share of the machine's processor time that other programs had."""
     peak_rss: int = 0
     """Bytes, of the largest rank, during the steps (not while it starts)."""
     start_peak_rss: int = 0
@@ -38,8 +40,9 @@ class Times:
         self.start_peak_rss = max(answer["peak_rss"] for answer in answers)
         self.first_loss = sum(answer["loss"] for answer in answers) / len(answers)
 
-    def add(self, answers: Sequence[Mapping[str, Any]]) -> None:
-        """One round."""
+    def add(self, answers: Sequence[Mapping[str, Any]], others: float = 0.0) -> None:
+        """One round, in which other programs had that share of the machine's processor time."""
+        self.others.append(others)
         self.rounds.append([max(step) for step in zip(*(a["seconds"] for a in answers), strict=True)])
         self.cpu += [
             sum(step) / len(answers) for step in zip(*(a["cpu_seconds"] for a in answers), strict=True)
@@ -64,6 +67,8 @@ class Times:
             "step_ms_min": min(ms),
             "steps": len(ms),
             "cpu_ms": 1e3 * statistics.median(self.cpu),
+            "others": statistics.median(self.others),
+            "others_max": max(self.others),
             "peak_rss": self.peak_rss,
             "peak_rss_of_start": self.start_peak_rss,
             "pss": self.pss,

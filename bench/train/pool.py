@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.train.problem import Problem
 
-__all__ = ["Pool", "PoolError", "child_environment", "wait_for_quiet"]
+__all__ = ["Pool", "PoolError", "child_environment", "turn"]
 
 REPO = Path(__file__).resolve().parent.parent.parent
 
@@ -84,6 +84,14 @@ class Pool:
                 rank.stdin.flush()
         return self._hear()
 
+    def processor_time(self) -> int:
+        """Used by all ranks since they started, in ticks."""
+        used = 0
+        for rank in self._ranks:
+            fields = Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()
+            used += int(fields[11]) + int(fields[12])
+        return used
+
     def _hear(self) -> list[dict[str, Any]]:
         deadline = time.monotonic() + self.timeout
         answers: dict[int, dict[str, Any]] = {}
@@ -127,19 +135,39 @@ class Pool:
             rank.stdout.close()
 
 
-def wait_for_quiet(seconds: float, window: float = 0.4, busy: float = 0.05) -> None:
-    """Until less than a share of `busy` of all processors was used in a `window`, at most so many seconds."""
-    deadline = time.monotonic() + seconds
+DISTURBED = 0.05  # of the machine's processor time, by others: a turn in which they take more says little
+
+
+def turn(pool: Pool, command: str, patience: float) -> tuple[list[dict[str, Any]], float]:
+    """(the answers to a command, the share of the machine's processor time that others had meanwhile).
+
+    It is given when the machine is idle, and again while others disturbed it, for at most `patience` seconds;
+    the least disturbed turn counts.
+    """
+    deadline = time.monotonic() + patience
+    best: tuple[float, list[dict[str, Any]]] | None = None
+    while True:
+        _wait_for_quiet(deadline)
+        used, elapsed, own = *_machine_time(), pool.processor_time()
+        answers = pool.ask(command)
+        now_used, now_elapsed, now_own = *_machine_time(), pool.processor_time()
+        others = max(0, now_used - used - (now_own - own)) / max(1, now_elapsed - elapsed)
+        if best is None or others < best[0]:
+            best = others, answers
+        if best[0] <= DISTURBED or time.monotonic() >= deadline:
+            return best[1], best[0]
+
+
+def _wait_for_quiet(deadline: float, window: float = 0.3) -> None:
     while time.monotonic() < deadline:
-        before = _processor_time()
+        used, elapsed = _machine_time()
         time.sleep(window)
-        after = _processor_time()
-        if after[0] - before[0] <= busy * (after[1] - before[1]):
+        now_used, now_elapsed = _machine_time()
+        if now_used - used <= DISTURBED * (now_elapsed - elapsed):
             return
 
 
-def _processor_time() -> tuple[int, int]:
+def _machine_time() -> tuple[int, int]:
     """(used, used or not) by all processors since the machine started, in ticks."""
     fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    idle = fields[3] + fields[4]
-    return sum(fields) - idle, sum(fields)
+    return sum(fields) - fields[3] - fields[4], sum(fields)
