@@ -83,9 +83,9 @@ def compile(schedule: Schedule, comm: Any, *, unchecked: bool = False) -> Compil
     Works on any arrays in host memory, on streams and inside ``pynccl.group()``, in place and not. Arrays of
     ``comm.empty`` are read by the peers where they lie, others through shared memory. Long buffers are cut
     into slabs, so which chunk an element belongs to is not what it is in `run`: the order of the reduction
-    may differ between the two, and never between ranks. Raises `Fault` for a wrong schedule unless ``unchecked``,
-    MissingFunctionError for a library other than the host library, InvalidArgumentError for another number of
-    ranks.
+    may differ between the two, and never between ranks. Raises `Fault` for a wrong schedule unless
+    ``unchecked``, MissingFunctionError for a library other than the host library, InvalidArgumentError for
+    another number of ranks.
     """
     return Compiled(schedule, comm, unchecked=unchecked)
 
