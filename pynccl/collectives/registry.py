@@ -165,10 +165,14 @@ def algorithms(collective: str) -> tuple[str, ...]:
 
 
 def generate(name: str, n: int, *, collective: str = "all_reduce", **params: Any) -> Schedule:
-    """The schedule of algorithm `name` for `n` ranks; ValueError for an unknown name or too few ranks."""
+    """The schedule of algorithm `name` for `n` ranks; ValueError for an unknown name, root or number."""
     known = algorithms(collective)
     if name not in known:
         raise ValueError(f"{collective} has no algorithm {name!r}; it has {', '.join(known)}")
     if n < 1:
         raise ValueError(f"{collective} {name}: {n} ranks; take 1 or more")
+    if not 0 <= params.get("root", 0) < n:
+        raise ValueError(
+            f"{collective} {name}: root {params['root']} is not one of {n} ranks; take 0 to {n - 1}"
+        )
     return ALGORITHMS[collective, name].generator(n, **params)
