@@ -12,8 +12,10 @@ package.
 from __future__ import annotations
 
 from pynccl.collectives.builder import IN, OUT, SCRATCH, Builder, Spans, choose
+from pynccl.collectives.compiled import Compiled, compile
 from pynccl.collectives.cost import Cost, cost
 from pynccl.collectives.diagram import diagram
+from pynccl.collectives.execute import run
 from pynccl.collectives.msccl import from_msccl, to_msccl
 from pynccl.collectives.registry import ALGORITHMS, algorithms, generate
 from pynccl.collectives.schedule import COLLECTIVES, Buffer, Kind, Schedule, Span, Step
@@ -29,6 +31,7 @@ __all__ = [
     "SCRATCH",
     "Buffer",
     "Builder",
+    "Compiled",
     "Cost",
     "Fault",
     "Kind",
@@ -41,6 +44,7 @@ __all__ = [
     "Topology",
     "algorithms",
     "choose",
+    "compile",
     "cost",
     "diagram",
     "find_fault",
@@ -49,6 +53,7 @@ __all__ = [
     "generate",
     "nodes",
     "rails",
+    "run",
     "to_msccl",
     "verify",
     "write_trace",

@@ -285,6 +285,14 @@ class Schedule:
         """The same schedule with other fields."""
         return dataclasses.replace(self, **fields)
 
+    # Use
+
+    def run(self, comm: Any, x: Any, out: Any = None, op: Any = "sum", **options: Any) -> Any:
+        """Run it on a communicator: `pynccl.collectives.run`."""
+        from pynccl.collectives.execute import run
+
+        return run(self, comm, x, out, op, **options)
+
     # Equality, JSON, text
 
     @cached_property
