@@ -170,7 +170,7 @@ def test_moments_are_those_of_all_samples(n: int):
 
 
 def test_moments_of_no_features_still_count():
-    assert [found.count for found in ranks(2, lambda c: moments(c, np.zeros((3, 0))))] == [6, 6]
+    assert [found.samples for found in ranks(2, lambda c: moments(c, np.zeros((3, 0))))] == [6, 6]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])

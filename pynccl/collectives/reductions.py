@@ -2,7 +2,7 @@
 
     all_reduce(comm, x, np.logaddexp)
     all_reduce(comm, gradients, ADASUM)
-    count, mean, variance = moments(comm, samples)
+    number, mean, variance = moments(comm, x)
 
 An operation says what it asks of a schedule (`Operation`), and the schedule's proof says whether it gives
 that: contributions in rank order, for an operation that does not commute; whole arrays, for one that looks at
@@ -199,9 +199,9 @@ ADASUM = Operation(adasum, whole=True)
 
 
 class Moments(NamedTuple):
-    """How many samples there were, their mean, and their variance (that of all of them: divided by count)."""
+    """How many samples there were, their mean, and their variance (divided by their number)."""
 
-    count: int
+    samples: int
     mean: Any
     variance: Any
 
