@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 
 from pynccl.collectives import ALGORITHMS, COLLECTIVES, Buffer, Kind, Schedule, generate, verify
+from pynccl.collectives.cost import cost
 from pynccl.collectives.registry import Row
 from pynccl.collectives.report import schedules_of
+from pynccl.collectives.topology import Link, flat, rails
 from pynccl.collectives.tree import btree, dtree
 
 RANKS = range(1, 34)
@@ -265,12 +268,61 @@ def test_every_algorithm_has_its_rounds_tested() -> None:
     assert not set(FORMULAS) & elsewhere
 
 
+# Those whose formula is only about right, because trees are not quite of the depth log n.
+ABOUT = {(collective, "tree") for collective in ("all_reduce", "broadcast", "reduce")}
+
+
+def _value(formula: str, **names: float) -> float:
+    """The value of a formula of the table, in which products are written without a sign."""
+    for name in ("n", "A"):
+        formula = formula.replace(f"log {name}", f"log{name}")
+        names[f"log{name}"] = math.log2(names[name])
+    words = re.findall(r"[A-Za-z]+[0-9]?|[0-9]+|[-+/()]", formula)
+    product = [
+        "*" if before[-1] not in "-+/(" and after[0] not in "-+/)" else ""
+        for before, after in zip(words, words[1:], strict=False)
+    ]
+    text = "".join(word + times for word, times in zip(words, [*product, ""], strict=True))
+    return float(eval(text, {"__builtins__": {}}, names))  # noqa: S307 - our own table
+
+
+@ROWS
+def test_the_time_of_every_algorithm_is_its_formula(row: Row) -> None:
+    n, m, size = 16, 4, 3 << 20  # what all their chunks divide
+    a1, b1, a2, b2, g = 2.0**-20, 2.0**-38, 2.0**-17, 2.0**-33, 2.0**-35
+    inside, between = Link("inside", a1, b1), Link("between", a2, b2)
+    for variant in ({}, *row.variants):
+        if row.name == "hierarchical":
+            variant = {"ranks_per_node": m}
+            topology = rails(n, m, inside=inside, between=between, gamma=g)
+        else:
+            topology = flat(n, inside, gamma=g)
+        names = {"n": n, "m": m, "N": n // m, "S": size, "a": a1, "b": b1, "g": g}
+        names |= {
+            "a1": a1,
+            "b1": b1,
+            "a2": a2,
+            "b2": b2,
+            "k": variant.get("chunks", 8),
+            "A": variant.get("aggregation", n // 2),
+        }
+        formula = _value(row.formula, **names)
+        time = cost(row.generator(n, **variant), size, topology).time
+        if (row.collective, row.name) in ABOUT:
+            assert 0.65 * formula < time < 1.05 * formula, variant
+        else:
+            assert time == pytest.approx(formula, rel=1e-9), variant
+
+
 # Shapes
 
 
 def test_the_trees_are_ncclGetBtree_and_ncclGetDtree() -> None:
     # The drawing in NCCL's trees.cc, of 14 ranks: 0 - 8 - (4, 12), 4 - (2, 6), 12 - (10, 13), and odd leaves.
     assert btree(14).tolist() == [-1, 2, 4, 2, 8, 6, 4, 6, 0, 10, 12, 10, 8, 12]
+    # And of the second trees of 12 and of 13 ranks.
+    assert dtree(12)[1].tolist() == [1, 3, 1, 11, 5, 7, 5, 3, 9, 7, 9, -1]
+    assert dtree(13)[1].tolist() == [9, -1, 3, 5, 3, 9, 7, 5, 7, 1, 11, 0, 11]
     for n in range(1, 70):
         one, two = dtree(n)
         assert (one < 0).sum() == (two < 0).sum() == 1
@@ -404,12 +456,14 @@ def _play(schedule: Schedule, buffers: list[tuple[np.ndarray, ...]], count: int)
                 if step.kind == Kind.RECV:
                     view(rank, step.dst)[:] = message
             for step, message in zip(groups[rank], messages, strict=True):
-                if step.kind == Kind.RECV_REDUCE:
-                    view(rank, step.dst)[:] = view(rank, step.src) + message
-                elif step.kind == Kind.COPY:
-                    view(rank, step.dst)[:] = view(rank, step.src)
-                elif step.kind == Kind.REDUCE:
-                    view(rank, step.dst)[:] += view(rank, step.src)
+                if step.kind in (Kind.SEND, Kind.RECV):
+                    continue
+                source, target = view(rank, step.src), view(rank, step.dst)
+                if step.kind == Kind.COPY:
+                    target[:] = source
+                    continue
+                x, y = (source, message) if step.kind == Kind.RECV_REDUCE else (target, source)
+                target[:] = y + x if step.left else x + y
             at[rank] += len(groups[rank])
             groups[rank] = group(rank)
             sends(rank, groups[rank])
@@ -429,6 +483,25 @@ def test_every_algorithm_is_right_on_integers_of_any_count(row: Row, in_place: b
         for schedule in schedules_of(row, [n]):
             for count in sorted({0, 1, n - 1, n, n + 1, 1000}):
                 check_on_data(schedule, count, in_place)
+
+
+@pytest.mark.parametrize("key", sorted(RANK_ORDER), ids="-".join)
+def test_reductions_that_do_not_commute_are_right_in_rank_order(key: tuple[str, str]) -> None:
+    for n in (1, 2, 3, 6, 8, 11):
+        schedule = generate(key[1], n, collective=key[0])
+        count = 2 * n + 1
+        buffers: list[tuple[np.ndarray, ...]] = []
+        for rank in range(n):
+            mine = [f"{chr(ord('a') + rank)}{i} " for i in range(schedule.in_blocks * count)]
+            lengths = (schedule.out_blocks * count, -(-schedule.scratch_chunks // schedule.parts) * count)
+            rest = [np.full(length, "?", dtype=object) for length in lengths]
+            buffers.append((np.array(mine, dtype=object), *rest))
+        joined = sum((mine for mine, *_ in buffers[1:]), buffers[0][0].copy())  # strings, end to end
+        _play(schedule, buffers, count)
+        for rank in range(n):
+            if schedule.has(Buffer.OUT, rank):
+                block = rank if schedule.in_blocks > 1 else 0
+                assert buffers[rank][1].tolist() == joined[block * count : (block + 1) * count].tolist()
 
 
 # Scale

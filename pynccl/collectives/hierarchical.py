@@ -24,7 +24,7 @@ def all_reduce(n: int, *, ranks_per_node: int | Sequence[int] = 8) -> Schedule:
 
     `ranks_per_node`: a number (the last node may have fewer), or one for each node. With N nodes of m ranks,
     2 + 2(N-1) rounds; links inside (alpha1, beta1) and between (alpha2, beta2) nodes. Time: 2 alpha1 +
-    2(m-1)/m S beta1 + 2(N-1) alpha2 + 2(N-1)/N S/m beta2 + ((m-1)/m + (N-1)/(Nm)) S gamma.
+    2(m-1)/m S beta1 + 2(N-1) alpha2 + 2(N-1)/N S/m beta2 + ((m-1)/m + (N-1)/(N m)) S gamma.
     """
     nodes = _Nodes(n, ranks_per_node)
     count, rails = nodes.count, nodes.rails

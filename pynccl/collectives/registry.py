@@ -58,7 +58,14 @@ _ROWS = (
     Row(
         "all_reduce", "ring", ring.all_reduce, "2(n-1) a + 2(n-1)/n S b + (n-1)/n S g", _PATARASUK, _CHANNELS
     ),
-    Row("all_reduce", "tree", tree.all_reduce, "(2 log n + k)(a + 2 S/k b)", _TWO_TREES, _CHUNKS),
+    Row(
+        "all_reduce",
+        "tree",
+        tree.all_reduce,
+        "(2 log n + k) a + (log n + k) S/k (2 b + g)",
+        _TWO_TREES,
+        _CHUNKS,
+    ),
     Row("all_reduce", "binomial", tree.binomial_all_reduce, "2 log n (a + S b) + log n S g", _THAKUR),
     Row(
         "all_reduce",
@@ -93,7 +100,7 @@ _ROWS = (
         "all_reduce",
         "hierarchical",
         hierarchical.all_reduce,
-        "2 a1 + 2(m-1)/m S b1 + 2(N-1) a2 + 2(N-1)/N S/m b2 + ((m-1)/m + (N-1)/(Nm)) S g",
+        "2 a1 + 2(m-1)/m S b1 + 2(N-1) a2 + 2(N-1)/N S/m b2 + ((m-1)/m + (N-1)/(N m)) S g",
         _LEVELS,
         _NODES,
     ),

@@ -114,8 +114,8 @@ def all_reduce(n: int, *, chunks: int = 8) -> Schedule:
     a pipeline.
 
     2 depth - 1 + chunks rounds with depth = floor(log2 n) or one more; each rank sends and receives at most
-    2S bytes. Time: about (2 log2 n + k)(alpha + 2S/k beta) with k chunks, so 2 log2 n alpha + 2S beta for
-    large S.
+    2S bytes. Time: about (2 log2 n + k) alpha + (log2 n + k) S/k (2 beta + gamma) with k chunks: for large S
+    and many chunks 2S beta + S gamma, as much as a ring's.
     """
     b = Builder("tree", "all_reduce", n, parts=2 * chunks, params={"chunks": chunks})
     if n == 1:
@@ -133,7 +133,7 @@ def broadcast(n: int, *, root: int = 0, chunks: int = 8) -> Schedule:
     """The root feeds the roots of two trees of the other ranks, half of the data each, in `chunks` chunks.
 
     depth - 1 + chunks rounds with depth = floor(log2(n-1)) + 1 or one more; no rank sends more than S bytes.
-    Time: about (log2 n + k)(alpha + S/k beta) with k chunks, so log2 n alpha + S beta for large S.
+    Time: about (log2 n + k)(alpha + S/k beta) with k chunks, so S beta for large S and many chunks.
     """
     b = Builder("tree", "broadcast", n, parts=2 * chunks, root=root, params={"chunks": chunks})
     for channel, tree in enumerate(_under_root(n, root)):
