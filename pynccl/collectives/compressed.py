@@ -7,10 +7,11 @@
 What a call leaves out is kept and added to what the next call of the same ``key`` sends, so that over many
 steps nothing is lost: the error of a sum of calls is that of one. An all_reduce is two rounds, all_to_all and
 all_gather, each of compressed rows; the rank that reduces a row compresses the result once, for all, so every
-rank ends with the same bits. Owns the formats of rows and the feedback; how rows travel is the communicator's.
+rank ends with the same bits. Owns the formats of rows and the feedback; how rows travel is the
+communicator's.
 
-Sources: D. Alistarh et al., "QSGD", NeurIPS 2017; S. Stich et al., "Sparsified SGD with memory", NeurIPS 2018;
-H. Tang et al., "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated
+Sources: D. Alistarh et al., "QSGD", NeurIPS 2017; S. Stich et al., "Sparsified SGD with memory", NeurIPS
+2018; H. Tang et al., "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated
 compression", ICML 2019, for the second feedback, of the rank that reduces. The NumPy paths are tested; the
 CuPy ones have not been run.
 """
@@ -306,7 +307,7 @@ def _blocks(m: int, block: int) -> int:
 
 
 def _scale(rows: Array, block: int, most: int) -> tuple[Array, Array]:
-    """Rows divided by the scales of their blocks, in [-most, most]; and the scales. Padded to whole blocks."""
+    """Rows divided by the scales of their blocks, in [-most, most]; and these. Padded to whole blocks."""
     xp, (r, m) = _arrays_of(rows), rows.shape
     count = _blocks(m, block)
     padded = xp.zeros((r, count * block), "float32")

@@ -1,0 +1,283 @@
+"""Compressed collectives: formats to the element, bytes counted, feedback bounded, the same bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from examples import compressed_training
+from examples.compressed_training import CODECS, FEATURES, train
+from pynccl.abi.errors import InvalidArgumentError
+from pynccl.collectives.compressed import Compressor, Float8, Integers, TopK
+from pynccl.testing import run_ranks
+
+FORMATS = [
+    Integers(8),
+    Integers(8, block=5),
+    Integers(4),
+    Integers(4, block=3),
+    Float8(),
+    Float8(block=7),
+    TopK(1 / 4),
+    TopK(1),
+]
+
+
+def ranks(n: int, fn: Any, *args: Any, timeout: float = 100) -> list[Any]:
+    return run_ranks(n, fn, *args, processes=False, library="host", timeout=timeout)
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype("f4")
+
+
+@pytest.mark.parametrize("codec", FORMATS, ids=str)
+@pytest.mark.parametrize("m", [0, 1, 2, 7, 255, 256, 257, 1000])
+@pytest.mark.parametrize("r", [1, 3])
+def test_rows_become_rows_of_the_width_that_is_told(codec: Any, m: int, r: int):
+    packed = codec.encode(normal(0, r, m))
+    assert packed.dtype == np.uint8 and packed.shape == (r, codec.width(m))
+    decoded = codec.decode(packed, m)
+    assert decoded.dtype == np.float32 and decoded.shape == (r, m)
+
+
+@pytest.mark.parametrize("codec", FORMATS, ids=str)
+def test_a_row_does_not_depend_on_the_others(codec: Any):
+    rows = normal(1, 4, 300)
+    alone = np.concatenate([codec.encode(rows[i : i + 1]) for i in range(4)])
+    np.testing.assert_array_equal(codec.encode(rows), alone)
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 127), (4, 7)])
+def test_integers_that_fit_arrive_exactly(bits: int, most: int):
+    rows = np.arange(-most, most + 1, dtype="f4")[None] * 0.25
+    codec = Integers(bits, block=1000)
+    np.testing.assert_array_equal(codec.decode(codec.encode(rows), rows.shape[1]), rows)
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 127), (4, 7)])
+def test_the_error_of_integers_is_half_a_step_at_most(bits: int, most: int):
+    rows, codec = normal(2, 3, 640), Integers(bits, block=64)
+    error = np.abs(codec.decode(codec.encode(rows), 640) - rows).reshape(3, 10, 64)
+    step = np.abs(rows).reshape(3, 10, 64).max(axis=2, keepdims=True) / most
+    assert (error <= step * 0.5001).all()
+
+
+def test_the_error_of_float8_is_a_sixteenth_at_most():
+    rows = normal(3, 3, 640)
+    error = np.abs(Float8().decode(Float8().encode(rows), 640) - rows)
+    assert (error <= np.maximum(np.abs(rows) / 16 * 1.0001, np.abs(rows).max() * 2.0**-10 / 448)).all()
+    powers = 2.0 ** np.arange(-5, 4, dtype="f4")[None] * 448 / 256  # the largest is a scale of 448 / 128...
+    np.testing.assert_allclose(Float8().decode(Float8().encode(powers), 9), powers, rtol=1e-6)
+
+
+def test_top_k_keeps_the_largest_exactly_and_nothing_else():
+    rows, codec = normal(4, 3, 100), TopK(1 / 10)
+    decoded = codec.decode(codec.encode(rows), 100)
+    for row, got in zip(rows, decoded, strict=True):
+        largest = np.sort(np.argsort(np.abs(row))[-10:])
+        np.testing.assert_array_equal(np.flatnonzero(got), largest)
+        np.testing.assert_array_equal(got[largest], row[largest])
+
+
+@pytest.mark.parametrize("codec", FORMATS, ids=str)
+@pytest.mark.parametrize("value", [0.0, 1e-45, 1e-40, -3e38])
+def test_blocks_of_extreme_values_are_finite_and_near(codec: Any, value: float):
+    rows = np.full((2, 300), value, "f4")
+    decoded = codec.decode(codec.encode(rows), 300)
+    assert np.isfinite(decoded).all()
+    assert (np.abs(decoded) <= np.abs(rows) * 1.0001 + 1e-42).all()
+
+
+@pytest.mark.parametrize("codec", [Integers(8), Integers(4), Float8(), TopK(1 / 4)], ids=str)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_seen_by_all_and_kept_by_nobody(codec: Any, bad: float):
+    def one(comm: Any) -> tuple[np.ndarray, np.ndarray]:
+        compressor = Compressor(comm, codec)
+        x = np.ones(1200, "f4")
+        if comm.rank == 1:
+            x[700] = bad
+        first = compressor.all_reduce(x).copy()
+        assert np.isfinite(compressor.report().feedback)
+        return first, compressor.all_reduce(np.ones(1200, "f4"))
+
+    found = ranks(3, one)
+    for first, second in found:
+        assert not np.isfinite(first[700]) and np.isfinite(first[:256]).all()
+        assert np.isfinite(second).all()
+        np.testing.assert_array_equal(first, found[0][0])
+
+
+@pytest.mark.parametrize("codec", FORMATS, ids=str)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_every_rank_ends_with_the_same_bits(codec: Any, n: int):
+    sizes = (0, 1, 2, 7, 1000)
+
+    def one(comm: Any) -> list[np.ndarray]:
+        compressor = Compressor(comm, codec)
+        return [
+            compressor.all_reduce(normal(10 * step + comm.rank, size, 1), "avg", key=size)
+            for size in sizes
+            for step in range(3)
+        ]
+
+    found = ranks(n, one)
+    for others in found[1:]:
+        for mine, first in zip(others, found[0], strict=True):
+            np.testing.assert_array_equal(mine, first)
+    assert [x.shape for x in found[0][::3]] == [(size, 1) for size in sizes]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_sums_that_the_format_holds_are_exact(n: int):
+    def one(comm: Any) -> tuple[Any, ...]:
+        x = np.repeat([[127.0, 1, 2], [-127, 4, 0]], n, axis=0).astype("f4")  # a row of 3 in each block
+        return (
+            Compressor(comm, Integers(8, block=3)).all_reduce(x[:2].copy(), "avg"),
+            Compressor(comm, Integers(8, block=3)).reduce_scatter(x),
+            Compressor(comm, Integers(8, block=3)).all_gather(x[:1] * (comm.rank + 1)),
+        )
+
+    for rank, (reduced, scattered, gathered) in enumerate(ranks(n, one)):
+        np.testing.assert_allclose(
+            reduced, np.repeat([[127.0, 1, 2], [-127, 4, 0]], n, axis=0)[:2], atol=1 if n > 1 else 0
+        )
+        whole = np.repeat([[127.0, 1, 2], [-127, 4, 0]], n, axis=0).reshape(n, 2, 3) * n
+        np.testing.assert_array_equal(scattered, whole[rank])
+        np.testing.assert_array_equal(gathered, [[127 * (r + 1), r + 1, 2 * (r + 1)] for r in range(n)])
+
+
+@pytest.mark.parametrize("codec", FORMATS, ids=str)
+def test_the_bytes_told_are_those_given_to_the_library(codec: Any):
+    class Counting:
+        """A communicator that counts what goes to other ranks."""
+
+        def __init__(self, comm: Any) -> None:
+            self.comm, self.size, self.sent = comm, comm.size, 0
+            self._check_open = comm._check_open
+
+        def all_to_all(self, x: np.ndarray, out: np.ndarray) -> Any:
+            self.sent += x.nbytes // self.size * (self.size - 1)
+            return self.comm.all_to_all(x, out)
+
+        def all_gather(self, x: np.ndarray) -> Any:
+            self.sent += x.nbytes * (self.size - 1)
+            return self.comm.all_gather(x)
+
+    def one(comm: Any) -> None:
+        counting = Counting(comm)
+        compressor = Compressor(counting, codec)
+        compressor.all_reduce(normal(comm.rank, 3000))
+        compressor.reduce_scatter(normal(comm.rank, 3000))
+        compressor.all_gather(normal(comm.rank, 1000))
+        report = compressor.report()
+        assert report.calls == 3
+        assert report.bytes_sent == counting.sent > 0
+        assert report.bytes_uncompressed == 4 * 2 * 1000 * (2 + 1 + 1)
+        assert report.ratio == report.bytes_uncompressed / report.bytes_sent
+
+    ranks(3, one)
+
+
+def test_the_ratios_of_the_formats():
+    m = 1 << 20
+    ratios = {name: 4 * m / codec.width(m) for name, codec in CODECS.items() if codec is not None}
+    assert ratios == {
+        "8-bit integers": pytest.approx(3.938, abs=0.001),
+        "float8_e4m3fn": pytest.approx(3.938, abs=0.001),
+        "4-bit integers": pytest.approx(7.758, abs=0.001),
+        "top 1/8": 4,
+    }
+
+
+@pytest.mark.parametrize("codec", [Integers(4), TopK(1 / 16)], ids=str)
+def test_with_feedback_the_error_of_a_sum_of_calls_is_that_of_one(codec: Any):
+    """The sum of 100 results misses the sum of what was given by what is kept, and by nothing else."""
+
+    def one(comm: Any, feedback: bool) -> tuple[float, float]:
+        compressor = Compressor(comm, codec, feedback=feedback)
+        results = sum(compressor.all_reduce(normal(comm.rank, 600)).astype("f8") for _ in range(100))
+        kept = np.concatenate([each.reshape(-1) for each in compressor._kept.values()] or [np.zeros(1)])
+        given = 100 * sum(normal(rank, 600).astype("f8") for rank in range(2))
+        return float(np.abs(given - results).max()), float(np.abs(kept).max())
+
+    for error, kept in ranks(2, one, True):
+        assert error <= 3 * kept * 1.01  # two contributions and a result
+    forgotten = ranks(2, one, False)
+    assert min(error for error, _ in forgotten) > 5 * max(error for error, _ in ranks(2, one, True))
+
+
+def test_the_error_of_the_last_call_is_told():
+    def one(comm: Any) -> None:
+        compressor = Compressor(comm, TopK(1 / 2))
+        assert compressor.report().error == 0 and np.isnan(compressor.report().ratio)
+        compressor.all_gather(np.array([3, 4, 0, 0], "f4") if comm.rank else np.array([4, 3, 4, 3], "f4"))
+        assert compressor.report().error == pytest.approx(0 if comm.rank else 0.6)
+        assert compressor.report().feedback == pytest.approx(0 if comm.rank else 18**0.5)
+        assert "calls sent" in str(compressor.report())
+        compressor.reset()
+        assert compressor.report().feedback == 0
+
+    ranks(2, one)
+
+
+def test_wrong_arguments_are_refused_in_words():
+    def one(comm: Any) -> None:
+        compressor = Compressor(comm, Integers())
+        compressor.all_reduce(np.zeros(8, "f4"), key="w")
+        with pytest.raises(InvalidArgumentError, match="key 'w' was used for 8 elements and now for 10"):
+            compressor.all_reduce(np.zeros(10, "f4"), key="w")
+        with pytest.raises(TypeError, match="x is float64; pass a float32 array"):
+            compressor.all_reduce(np.zeros(8))
+        with pytest.raises(TypeError, match="x is list"):
+            compressor.all_reduce([1.0])  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgumentError, match="op='max'; there are 'sum' and 'avg'"):
+            compressor.all_reduce(np.zeros(8, "f4"), "max")
+        with pytest.raises(InvalidArgumentError, match=r"shape \(3,\) does not divide over 2 ranks"):
+            compressor.reduce_scatter(np.zeros(3, "f4"))
+
+    ranks(2, one)
+    with pytest.raises(InvalidArgumentError, match="bits=5; there are 4 and 8"):
+        Integers(5)
+    with pytest.raises(InvalidArgumentError, match="block=0"):
+        Float8(0)
+    with pytest.raises(InvalidArgumentError, match="fraction=0"):
+        TopK(0)
+
+
+@pytest.mark.timeout(200)
+def test_training_with_compressed_gradients_ends_as_without_and_its_error_stays_bounded():
+    """1000 steps: a quarter of the bytes or fewer, the loss within 1 %, and feedback that does not grow."""
+
+    def one(comm: Any) -> dict[str, Any]:
+        names = ("float32", "8-bit integers", "4-bit integers", "top 1/8")
+        return {name: train(comm, CODECS[name], 1000) for name in names}
+
+    found = ranks(2, one, timeout=180)
+    loss = found[0]["float32"]["loss"]
+    assert loss < 0.02
+    for name in ("8-bit integers", "4-bit integers", "top 1/8"):
+        run = found[0][name]
+        assert run["loss"] == pytest.approx(loss, rel=0.01)
+        np.testing.assert_array_equal(run["weights"], found[1][name]["weights"])
+        kept = np.array(run["kept"])
+        assert kept.shape == (1000,)
+        assert kept[500:].max() <= kept[:500].max()  # it falls as the gradients do
+    for name in ("4-bit integers", "top 1/8"):
+        assert found[0][name]["ratio"] >= 4
+        assert found[0]["float32"]["bytes"] >= 4 * found[0][name]["bytes"]
+    assert found[0]["float32"]["bytes"] == 2 * FEATURES * 4 * 1000 // 2
+
+
+def test_the_example_prints_and_writes_what_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("PYNCCL_LIBRARY", "host")
+    compressed_training.main(["--steps", "3", "--json", str(tmp_path / "out.json")])
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in printed[2:]] == list(CODECS)
+    assert list(json.loads((tmp_path / "out.json").read_text())) == list(CODECS)
