@@ -205,9 +205,21 @@ class Collectives(Core):
 
             return run_algorithm(self, what.name, x, out, op, root, stream, algorithm)
         planned = self._plan(what, x, out, op, root)
+        if self._selection is not None and algorithm is None and not isinstance(op, PreMulSum):
+            selected = self._selected(what, planned)
+            if selected is not None:
+                # What was allocated is used; the checks are made again, for they are the schedule's own.
+                into = planned.result if out is None and planned.result is not None else out
+                return self._run(what, x, into, op, root, stream, selected)
         function, arguments = self._call(what, planned, root, algorithm)
         self._issue(f"{what.name} ({function})", function, arguments, stream, planned)
         return planned.result
+
+    def _selected(self, what: Operation, planned: Plan) -> str | None:
+        """The schedule that the communicator's table has for a call of this size; None: the library's own."""
+        if self.on_gpu and current.group is not None:
+            return None  # there a schedule is a sequence of groups
+        return self._selection.choose(what.name, max(buffer.nbytes for buffer in planned.buffers))
 
     def _message(self, call: str, function: str, x: Any, peer: int, stream: Any, *, writes: bool) -> Any:
         self._check_open(call)

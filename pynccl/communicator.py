@@ -38,6 +38,10 @@ class Communicator(Objects, OneSided, Derivation):
         (they are non-blocking underneath), not the work on the GPU.
     name
         Appears in messages, and in NCCL's logs.
+    selection
+        A table of ``pynccl.collectives.tune``, or its file: which algorithm for which size, for calls that
+        name none (prepared calls keep the library's own). The same on every rank. InvalidUsageError for one
+        that was made with other ranks, hosts or another library.
 
     Attributes
     ----------
@@ -79,12 +83,14 @@ class Communicator(Objects, OneSided, Derivation):
         library: str | Library | None = None,
         timeout: float | None = None,
         name: str | None = None,
+        selection: Any = None,
     ) -> None:
         nranks = integer("Communicator", "nranks", nranks, 1)
         rank = check_rank("Communicator", "rank", rank, nranks)
         uid = unique_id if isinstance(unique_id, UniqueId) else UniqueId.from_bytes(unique_id)
         self._begin(load(library), rank, nranks, timeout, name, config)
         lib, packed, given = self.library, uid._as_struct(), self._config
+        table = None if selection is None else self._load_selection(selection)
 
         def make(box: Any) -> int:
             if given is None:
@@ -93,6 +99,41 @@ class Communicator(Objects, OneSided, Derivation):
 
         function = "ncclCommInitRank" if given is None else "ncclCommInitRankConfig"
         self._create(f"Communicator ({function})", make)
+        if table is not None:
+            self._select(table)
+
+    def _load_selection(self, selection: Any) -> Any:
+        from .collectives.tune import load as load_table  # only those who use tables pay for it
+
+        if current.group is not None or not (self._blocking or self._waits_by_itself):
+            self._end("never made: selection= was refused")
+            raise InvalidUsageError(
+                "Communicator: selection= is compared between the ranks at once; make the communicator "
+                "blocking, and outside pynccl.group()"
+            )
+        try:
+            table = load_table(selection)
+            if table.size != self.size:
+                raise InvalidUsageError(
+                    f"Communicator: the selection table was made with {table.size} ranks and there are "
+                    f"{self.size}; make one with pynccl.collectives.tune.tune(comm)"
+                )
+        except BaseException:
+            self._end("never made: selection= was refused")
+            raise
+        return table
+
+    def _select(self, table: Any) -> None:
+        """Use the table from now on; the communicator ends if it does not hold here."""
+        try:
+            table.check(self)
+        except InvalidUsageError:
+            self.destroy()  # on every rank
+            raise
+        except BaseException:
+            self.abort()
+            raise
+        self._selection, self._quick = table, {}
 
     @classmethod
     def init_all(

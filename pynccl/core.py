@@ -320,6 +320,7 @@ class Core:
         self._prepared: weakref.WeakSet[Any] = weakref.WeakSet()
         self._quick: Mapping[Any, Any] = {}
         self._algorithms: dict[str, Any] = {}
+        self._selection: Any = None  # a pynccl.collectives.tune.Selection; never inherited
         self._token: Any = None
         if self.on_gpu:
             gpu.require()

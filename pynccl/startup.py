@@ -28,6 +28,7 @@ def init(
     config: Config = None,
     timeout: float | None = None,
     name: str | None = None,
+    selection: Any = None,
 ) -> Communicator:
     """The communicator of all ranks of this job. Use it in a ``with`` block.
 
@@ -38,7 +39,7 @@ def init(
 
     ``library`` ("nccl", "host", a path) must be the same on all ranks, and is compared. On NCCL the GPU is
     the one numbered by the local rank. ``timeout`` (seconds) covers the meeting and is the communicator's
-    own.
+    own. ``selection`` is a table of ``pynccl.collectives.tune``, as for the Communicator.
 
     Raises what ``Communicator`` and ``pynccl.rendezvous.share`` raise; a failed init leaves nothing behind.
 
@@ -56,7 +57,14 @@ def init(
     if unique_id is None:
         unique_id = _share(lib, place, limit if limit is not None else default or _DEFAULT_TIMEOUT)
     return Communicator(
-        place.size, unique_id, place.rank, config=config, library=lib, timeout=limit, name=name
+        place.size,
+        unique_id,
+        place.rank,
+        config=config,
+        library=lib,
+        timeout=limit,
+        name=name,
+        selection=selection,
     )
 
 

@@ -234,7 +234,7 @@ def test_wrong_arguments_are_refused_in_words():
         with pytest.raises(TypeError, match="x is float64; pass a float32 array"):
             compressor.all_reduce(np.zeros(8))
         with pytest.raises(TypeError, match="x is list"):
-            compressor.all_reduce([1.0])  # type: ignore[arg-type]
+            compressor.all_reduce([1.0])
         with pytest.raises(InvalidArgumentError, match="op='max'; there are 'sum' and 'avg'"):
             compressor.all_reduce(np.zeros(8, "f4"), "max")
         with pytest.raises(InvalidArgumentError, match=r"shape \(3,\) does not divide over 2 ranks"):

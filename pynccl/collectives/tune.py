@@ -1,0 +1,304 @@
+"""Which algorithm for which size: measured on a communicator, written down, and used by one like it.
+
+    table = tune(comm)                                          # every rank; some seconds
+    table.save("selection.json")                                # on one of them
+    comm = pynccl.Communicator(n, uid, rank, selection="selection.json")
+
+    python -m pynccl.launch -n 4 -m pynccl.collectives.tune --out selection.json
+
+Candidates are the library's own choice and the schedules of `registry`, compiled or interpreted as
+``algorithm="pynccl:..."`` would run them. Interpreted runs in host memory are measured too, to be seen, and
+never chosen: nobody would get them. A table holds for as many ranks, spread over as many hosts in the same
+way, on the same library; anything else is refused. Owns the measuring, the table and its check; that a call
+looks into the table is in ``pynccl/calls.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import dataclasses
+import functools
+import hashlib
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pynccl.abi.errors import InvalidArgumentError, InvalidUsageError
+from pynccl.collectives.execute import run
+from pynccl.collectives.registry import algorithms, generate
+
+__all__ = ["LIBRARY", "Measured", "Selection", "load", "main", "tune"]
+
+LIBRARY = "library"
+"""The candidate that leaves the choice to the library."""
+
+_FORMAT = 1
+_SIZES = tuple(1 << bits for bits in range(10, 25, 2))
+_COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
+# Below this a difference is noise: the library's own stays.
+_WORTH = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One candidate at one size: the median of the times of the slowest rank."""
+
+    collective: str
+    nbytes: int
+    """Of the longer one of a rank's two arrays."""
+    candidate: str
+    """"library", "pynccl:ring", or "interpreted ring"."""
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """A table of choices, and where it holds. ``choices``: collective -> ((up to bytes, algorithm), ...).
+
+    Sizes between two that were measured take the choice of the nearer one (of the ratio), those beyond the
+    last that of the last.
+    """
+
+    size: int
+    topology: str
+    library: str
+    choices: dict[str, tuple[tuple[int, str], ...]]
+    measured: tuple[Measured, ...] = ()
+
+    def choose(self, collective: str, nbytes: int) -> str | None:
+        """The ``algorithm=`` for a call of so many bytes; None: the library's own."""
+        rows = self.choices.get(collective, ())
+        if not rows:
+            return None
+        at = min(bisect.bisect_left([limit for limit, _ in rows], nbytes), len(rows) - 1)
+        return None if rows[at][1] == LIBRARY else rows[at][1]
+
+    def check(self, comm: Any) -> None:
+        """InvalidUsageError unless the table holds for ``comm``. All ranks call it and learn the same."""
+        hosts, digests = zip(*comm.all_gather_object((platform.node(), self.digest)), strict=True)
+        different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if different:
+            raise InvalidUsageError(
+                f"selection: rank {different[0]} has another table than rank 0; give every rank the same"
+            )
+        here = {"ranks": comm.size, "hosts": _topology(hosts), "library": _library(comm)}
+        table = {"ranks": self.size, "hosts": self.topology, "library": self.library}
+        wrong = [f"{what} {table[what]}, here {here[what]}" for what in here if table[what] != here[what]]
+        if wrong:
+            raise InvalidUsageError(
+                f"selection: the table was made elsewhere ({'; '.join(wrong)}); make one here with "
+                "pynccl.collectives.tune.tune(comm)"
+            )
+
+    @property
+    def digest(self) -> str:
+        """The same for equal tables."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        """The table as JSON, with what was measured."""
+        return json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Selection:
+        """ValueError for what is no table."""
+        try:
+            found = json.loads(text)
+            if found.pop("format") != _FORMAT:
+                raise ValueError(f"its format is not {_FORMAT}")
+            found["choices"] = {
+                name: tuple((int(limit), str(algorithm)) for limit, algorithm in rows)
+                for name, rows in found["choices"].items()
+            }
+            found["measured"] = tuple(Measured(**each) for each in found["measured"])
+            table = cls(**found)
+            for name, rows in table.choices.items():
+                known = algorithms(name)  # a ValueError for what is no collective
+                limits = [limit for limit, _ in rows]
+                if limits != sorted(limits):
+                    raise ValueError(f"the sizes of {name} do not grow")
+                for _, algorithm in rows:
+                    if algorithm != LIBRARY and algorithm.removeprefix("pynccl:") not in known:
+                        raise ValueError(f"{name} has no algorithm {algorithm!r}")
+            return table
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"selection: this is no table of pynccl.collectives.tune ({error})") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(self.to_json())
+
+    def __str__(self) -> str:
+        """What was measured, in microseconds, with the choices marked."""
+        lines = [f"{self.size} ranks on {self.topology}, {self.library}"]
+        for collective in self.choices:
+            mine = [each for each in self.measured if each.collective == collective]
+            sizes = sorted({each.nbytes for each in mine})
+            times = {(each.candidate, each.nbytes): each.seconds for each in mine}
+            lines.append(f"{collective:28}" + "".join(f"{size:>12}" for size in sizes))
+            chosen = {size: self.choose(collective, size) or LIBRARY for size in sizes}
+            for candidate in dict.fromkeys(each.candidate for each in mine):
+                cells = (
+                    f"{times[candidate, size] * 1e6:10.1f}{' *' if chosen[size] == candidate else '  '}"
+                    if (candidate, size) in times
+                    else " " * 12
+                    for size in sizes
+                )
+                lines.append(f"  {candidate:26}" + "".join(cells))
+        return "\n".join(lines)
+
+
+def load(table: Selection | str | Path) -> Selection:
+    """A table, or that of a file; ValueError for a file that holds none."""
+    if isinstance(table, Selection):
+        return table
+    if not isinstance(table, (str, Path)):
+        raise TypeError(f"selection must be a Selection or the path of a file, not {type(table).__name__}")
+    return Selection.from_json(Path(table).read_text())
+
+
+def tune(
+    comm: Any,
+    sizes: Iterable[int] = _SIZES,
+    *,
+    collectives: Sequence[str] = _COLLECTIVES,
+    candidates: Sequence[str] | None = None,
+    interpreted: bool = False,
+    repeats: int = 5,
+) -> Selection:
+    """Measure the candidates on ``comm`` and return the table of the fastest, the same on every rank.
+
+    ``sizes`` are bytes (of float32, in place for all_reduce); ``candidates`` names of algorithms, None: all
+    of each collective. ``interpreted``: measure interpreted runs in host memory as well. Every rank calls it
+    with the same arguments, at a time when nothing else runs. The library's own is kept unless another takes
+    less than 95 % of its time.
+    """
+    sizes = sorted(set(sizes))
+    if not sizes or sizes[0] < 4 or repeats < 1:
+        raise InvalidArgumentError(
+            f"tune: sizes={sizes!r}, repeats={repeats}; give sizes of 4 bytes and more, and 1 repeat or more"
+        )
+    for collective in collectives:
+        unknown = set(candidates or ()) - set(algorithms(collective))
+        if unknown:
+            raise InvalidArgumentError(
+                f"tune: {collective} has no algorithm {', '.join(sorted(unknown))}; it has "
+                f"{', '.join(algorithms(collective))}"
+            )
+    measured: list[Measured] = []
+    choices: dict[str, tuple[tuple[int, str], ...]] = {}
+    for collective in collectives:
+        names = algorithms(collective) if candidates is None else candidates
+        rows = []
+        for nbytes in sizes:
+            found = _measure(comm, collective, nbytes, names, interpreted, repeats)
+            measured += found
+            rows.append(_fastest(found))
+        limits = [int((a * b) ** 0.5) for a, b in zip(sizes, sizes[1:], strict=False)] + [sizes[-1]]
+        choices[collective] = tuple(zip(limits, rows, strict=True))
+    hosts = comm.all_gather_object(platform.node())
+    return Selection(comm.size, _topology(hosts), _library(comm), choices, tuple(measured))
+
+
+def _measure(
+    comm: Any, collective: str, nbytes: int, names: Sequence[str], interpreted: bool, repeats: int
+) -> list[Measured]:
+    x, out = _arrays(comm, collective, nbytes)
+    call = getattr(comm, collective)
+    runs: dict[str, Callable[[], Any]] = {LIBRARY: functools.partial(call, x, out=out)}
+    for name in names:
+        runs[f"pynccl:{name}"] = functools.partial(call, x, out=out, algorithm=f"pynccl:{name}")
+        if interpreted and not comm.on_gpu:
+            schedule = generate(name, comm.size, collective=collective)
+            runs[f"interpreted {name}"] = functools.partial(run, schedule, comm, x, out)
+    seconds = np.empty((repeats, len(runs)))
+    for each in runs.values():  # proofs, compilation and first touches are no part of it
+        each()
+    for turn in range(repeats):  # in turns, so that a disturbance meets all of them
+        for index, each in enumerate(runs.values()):
+            comm.barrier()
+            begin = time.perf_counter()
+            each()
+            if comm.on_gpu:
+                comm.barrier()
+            seconds[turn, index] = time.perf_counter() - begin
+    slowest = _everywhere(comm, seconds)
+    medians = [statistics.median(column) for column in slowest.T.tolist()]
+    return [Measured(collective, nbytes, name, median) for name, median in zip(runs, medians, strict=True)]
+
+
+def _fastest(found: list[Measured]) -> str:
+    can = {each.candidate: each.seconds for each in found if not each.candidate.startswith("interpreted")}
+    best = min(can, key=lambda name: can[name])
+    return best if can[best] < _WORTH * can[LIBRARY] else LIBRARY
+
+
+def _arrays(comm: Any, collective: str, nbytes: int) -> tuple[Any, Any]:
+    """x and out, the longer one of about ``nbytes``."""
+    xp = sys.modules["cupy"] if comm.on_gpu else np
+    block = max(1, nbytes // 4 // comm.size)
+    if collective in ("all_reduce", "broadcast", "reduce"):
+        return xp.zeros(max(1, nbytes // 4), "float32"), None
+    long, short = xp.zeros(block * comm.size, "float32"), xp.zeros(block, "float32")
+    return {"all_gather": (short, long), "reduce_scatter": (long, short)}.get(
+        collective, (long, xp.zeros_like(long))
+    )
+
+
+def _everywhere(comm: Any, seconds: Any) -> Any:
+    """The times of the slowest rank, so that every rank chooses the same."""
+    rows = comm.all_gather_object(seconds.tolist())
+    return np.array(rows).max(axis=0)
+
+
+def _topology(hosts: Iterable[str]) -> str:
+    """Which ranks share a host, without the names: "0,0,1,1"."""
+    numbers: dict[str, int] = {}
+    return ",".join(str(numbers.setdefault(host, len(numbers))) for host in hosts)
+
+
+def _library(comm: Any) -> str:
+    return f"{comm.library.kind} {comm.library.version_string}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line, on each of the ranks that a launcher started."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pynccl.launch -n N -m pynccl.collectives.tune",
+        description="Measure which algorithm is best for which size.",
+    )
+    parser.add_argument("--out", help="rank 0 writes the table to this file")
+    parser.add_argument("--sizes", default=",".join(map(str, _SIZES)), help="bytes, as 1024,65536")
+    parser.add_argument("--collectives", default=",".join(_COLLECTIVES))
+    parser.add_argument("--candidates", help="ring,tree,...; none: all of each collective")
+    parser.add_argument("--interpreted", action="store_true", help="measure interpreted runs, too")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args(arguments)
+    import pynccl
+
+    with pynccl.init() as comm:
+        table = tune(
+            comm,
+            [int(size) for size in options.sizes.split(",")],
+            collectives=options.collectives.split(","),
+            candidates=options.candidates.split(",") if options.candidates else None,
+            interpreted=options.interpreted,
+            repeats=options.repeats,
+        )
+        if comm.rank == 0:
+            print(table)
+            if options.out:
+                table.save(options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
