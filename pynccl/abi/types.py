@@ -344,8 +344,8 @@ class pyncclSchedule_t(ctypes.Structure):
             (name, ctypes.c_int)
             for name in ("in_root", "out_root", "scratch_chunks", "sends_in", "sends_out")
         ),
-        *((name, ctypes.c_int) for name in ("most_rounds", "nrounds", "nsends", "nexposed", "apart_chunks")),
-        ("most_receives", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("most_rounds", "most_apart", "nrounds", "nsends", "nexposed")),
+        *((name, ctypes.c_int) for name in ("apart_chunks", "most_receives")),
         *((name, ctypes.c_void_p) for name in ("steps", "rounds", "sends", "exposed", "to", "from_")),
     ]
 

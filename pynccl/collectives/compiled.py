@@ -248,6 +248,7 @@ class _Translation:
             sends_in=int((everything == Buffer.IN).any()),
             sends_out=int((everything == Buffer.OUT).any()),
             most_rounds=schedule.rounds,
+            most_apart=_most_reduced(schedule),
             nrounds=len(self.rounds),
             nsends=len(self.sends),
             nexposed=len(exposed),
@@ -401,6 +402,13 @@ class _Translation:
             else:
                 spans.append((chunk, 1))
         return spans
+
+
+def _most_reduced(schedule: Schedule) -> int:
+    """Chunks that a rank receives to reduce in one round, at most."""
+    columns = schedule.columns
+    reduced = np.where(columns["kind"] == Kind.RECV_REDUCE, columns["chunks"], 0)
+    return int(np.bincount(flow(schedule).node, weights=reduced).max(initial=0))
 
 
 def _numbers(order: Array, peers: Array, n: int) -> tuple[list[int], Array]:

@@ -284,7 +284,7 @@ typedef struct {
   const char *name;
   unsigned fingerprint; /* equal on all ranks, and different for different schedules */
   int nranks, rank, parts, in_blocks, out_blocks, in_root, out_root; /* in_root: the only rank with a send buffer, -1: all */
-  int scratch_chunks, sends_in, sends_out, most_rounds;              /* of the whole schedule */
+  int scratch_chunks, sends_in, sends_out, most_rounds, most_apart;  /* of the whole schedule; most_apart: at least any rank's apart_chunks */
   int nrounds, nsends, nexposed, apart_chunks, most_receives;        /* of this rank */
   const pyncclScheduleStep_t *steps;
   const pyncclScheduleRound_t *rounds;

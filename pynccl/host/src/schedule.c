@@ -17,6 +17,10 @@
 #include "host.h"
 
 #define SLAB_BYTES ((size_t)1 << 20) /* of a rank's IN and OUT together: four ranks' slabs fit into the smallest last-level caches */
+/* With more ranks than cores each wait may cost a turn of the scheduler, which is more than caches give: at 16 MiB, 4 ranks on 2 busy cores,
+ * a ring took 16 to 24 ms with these slabs and 16 to 158 ms with the others. */
+#define LONG_SLAB_BYTES ((size_t)16 << 20)
+#define APART_BYTES ((size_t)32 << 20)
 #define ZEROS 4096
 
 enum buffer { IN, OUT, SCRATCH, APART, BUFFERS }; /* APART: messages that are reduced after their round's have come; of this rank alone */
@@ -54,6 +58,7 @@ static uint64_t mapped_at(const struct op *op, const void *pointer, int blocks) 
 
 void schedule_announce(const struct op *op, struct post *post) {
   if (op->count == 0) return;
+  post->payload[0] = op->comm->oversubscribed; /* cores may differ, slabs must not */
   post->send_at = mapped_at(op, op->send, op->schedule->in_blocks);
   post->recv_at = mapped_at(op, op->recv, op->schedule->out_blocks);
   if (heap_descriptor() >= 0) atomic_store_explicit(&lines_of(op->comm, op->comm->rank)->heap_fd, heap_descriptor(), memory_order_relaxed);
@@ -118,15 +123,17 @@ static bool plan_slabs(struct op *op, struct schedule_run *run) {
   const pyncclSchedule_t *schedule = op->schedule;
   const struct ncclComm *comm = op->comm;
   const size_t line = 64, parts = (size_t)schedule->parts, scratch = ((size_t)schedule->scratch_chunks + parts - 1) / parts;
-  bool in = false, out = false;
+  bool in = false, out = false, crowded = false;
   for (int rank = 0; rank < comm->nranks; rank++) {
     in = in || needs_staging(op, rank, IN);
     out = out || needs_staging(op, rank, OUT);
+    crowded = crowded || post_at(op, rank)->payload[0] != 0;
   }
   const size_t most = (size_t)(schedule->in_blocks > schedule->out_blocks ? schedule->in_blocks : schedule->out_blocks);
   const size_t blocks = (in ? (size_t)schedule->in_blocks : 0) + (out ? (size_t)schedule->out_blocks : 0) + scratch;
   run->turn = STAGE_SLOTS / 2 * comm->layout.chunk;
-  size_t slab = SLAB_BYTES / 2 / most / op->element;
+  size_t slab = (crowded ? LONG_SLAB_BYTES : SLAB_BYTES) / 2 / most / op->element;
+  if (schedule->most_apart > 0) slab = least(slab, APART_BYTES / (size_t)schedule->most_apart * parts / op->element);
   if (slab == 0) slab = 1;
   if (blocks > 0) slab = least(slab, (run->turn - 3 * line) / blocks / op->element);
   if (slab == 0) return false;

@@ -1,0 +1,344 @@
+"""Schedules that run: interpreted and compiled, exact, in every form; and refused before anything is sent."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pynccl
+from pynccl.collectives import (
+    ALGORITHMS,
+    IN,
+    OUT,
+    SCRATCH,
+    Builder,
+    Fault,
+    Kind,
+    Schedule,
+    compile,
+    generate,
+    run,
+)
+from pynccl.collectives.execute import messages
+from pynccl.collectives.selftest import Tally, schedules, test_schedule
+from pynccl.testing import run_ranks
+
+test_schedule.__test__ = False  # type: ignore[attr-defined]
+
+LONG = 3 * (1 << 18) + 5  # elements of float32: several slabs, and a last one that is short
+NARROW = {"counts": (0, 1, 7, 1000), "dtypes": ("float32",), "ops": ("sum",)}
+
+
+def everywhere(n: int, rank: Any, *arguments: Any, **options: Any) -> list[Any]:
+    return run_ranks(n, rank, *arguments, processes=False, library="host", timeout=60, **options)
+
+
+# --- every algorithm --------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("n", [1, 2, 3, 6])
+def test_every_algorithm_gives_the_bits_of_the_library(n: int) -> None:
+    def rank(comm: Any) -> Tally:
+        tally = Tally()
+        for row in ALGORITHMS.values():
+            test_schedule(next(schedules(row, comm.size)), comm, tally, **NARROW)  # type: ignore[arg-type]
+        return tally
+
+    tallies = everywhere(n, rank)
+    assert [tally.wrong for tally in tallies] == [[]] * n
+    assert all(tally.runs >= 4 * 3 * len(ALGORITHMS) for tally in tallies)
+
+
+def test_the_comparison_sees_a_schedule_that_is_wrong() -> None:
+    ring = generate("ring", 3)
+    columns = ring.columns.copy()
+    columns["kind"][np.flatnonzero(columns["kind"] == Kind.RECV_REDUCE)[-1]] = Kind.RECV
+    wrong = ring.replace(columns=columns)
+    vars(wrong)["_proved"] = True  # as if it had been
+
+    def rank(comm: Any) -> list[str]:
+        tally = Tally()
+        test_schedule(wrong, comm, tally, **NARROW)  # type: ignore[arg-type]
+        return tally.wrong
+
+    found = [what for of_rank in everywhere(3, rank) for what in of_rank]
+    for way in ("interpreted", "compiled:", "compiled on shared arrays"):
+        assert any(way in what for what in found)
+
+
+@pytest.mark.parametrize("name", ["ring", "tree", "halving_doubling", "one_shot", "hierarchical"])
+@pytest.mark.parametrize("where", ["plain", "shared", "mixed"])
+def test_long_arrays_go_in_slabs(name: str, where: str) -> None:
+    def rank(comm: Any) -> None:
+        shared = where == "shared" or (where == "mixed" and comm.rank == 1)
+        make = comm.empty if shared else np.empty
+        x, out = make(LONG, "float32"), make(LONG, "float32")
+        x[...] = np.arange(LONG) % 17 + comm.rank
+        wanted = comm.all_reduce(x.copy())
+        reduce = compile(generate(name, comm.size), comm)
+        np.testing.assert_array_equal(reduce(x, out), wanted)
+        for op in ("max", "avg"):
+            np.testing.assert_array_equal(reduce(x, out, op), comm.all_reduce(x.copy(), op=op))
+        np.testing.assert_array_equal(reduce(x), wanted)  # in place, after x was read
+
+    everywhere(4, rank)
+
+
+# --- hand-made schedules, for what the algorithms do not do -------------------------------------------------
+
+
+def rank_order(n: int) -> Schedule:
+    """All send all to all, and reduce in rank order what came in one round: from left and from right."""
+    b = Builder("rank order", "all_reduce", n)
+    for r in range(n):
+        for peer in range(n):
+            if peer != r:
+                b.send(r, peer, IN[0])
+    for r in range(n):
+        for peer in range(n):
+            if peer != r:
+                b.recv(r, peer, SCRATCH[peer])
+    b.next_round()
+    for r in range(n):
+        b.copy(r, IN[0], SCRATCH[r])
+        b.copy(r, SCRATCH[0], OUT[0])
+        for peer in range(1, n):
+            b.reduce(r, SCRATCH[peer], OUT[0])
+    return b.build()
+
+
+@pytest.mark.parametrize("way", [run, lambda schedule, comm, x: compile(schedule, comm)(x)])
+def test_the_order_of_a_reduction_is_that_of_the_schedule(way: Any) -> None:
+    values = np.float32([1e8, 1, -1e8, 1])  # left to right 1; any other order of the first three 0 or 2
+
+    def rank(comm: Any) -> Any:
+        return way(rank_order(4), comm, np.full(5, values[comm.rank], np.float32))
+
+    for result in everywhere(4, rank):
+        np.testing.assert_array_equal(result, np.full(5, ((values[0] + values[1]) + values[2]) + values[3]))
+
+
+def test_messages_on_channels_pass_each_other() -> None:
+    b = Builder("crossed", "all_to_all", 2, parts=2, in_place=False)
+    r, peer = b.ranks, 1 - b.ranks
+    for part in range(2):
+        b.copy(r, IN[2 * r + part], OUT[2 * r + part])
+        b.send(r, peer, IN[2 * peer + part], channel=part, round=0)
+    b.recv(r, peer, OUT[2 * peer + 1], channel=1, round=0)
+    b.recv(r, peer, OUT[2 * peer], channel=0, round=0)
+    crossed = b.build()
+
+    def rank(comm: Any) -> None:
+        x = np.arange(14) + 100 * comm.rank
+        wanted = comm.all_to_all(x)
+        np.testing.assert_array_equal(run(crossed, comm, x), wanted)
+        np.testing.assert_array_equal(compile(crossed, comm)(x), wanted)
+
+    everywhere(2, rank)
+
+
+def test_both_ends_see_the_messages_of_a_pair_in_the_same_order() -> None:
+    for row in ALGORITHMS.values():
+        for schedule in schedules(row, 5):
+            for rank in range(5):
+                for sent in [messages(schedule, rank)[0]]:
+                    for peer in set(schedule.columns["peer"][sent.own].tolist()):
+                        received = messages(schedule, peer)[1]
+                        to_peer = schedule.columns["peer"][sent.own] == peer
+                        from_rank = schedule.columns["peer"][received.own] == rank
+                        by_sender = sent.own[to_peer][np.argsort(sent.order[to_peer])]
+                        by_receiver = received.other[from_rank][np.argsort(received.order[from_rank])]
+                        np.testing.assert_array_equal(by_sender, by_receiver)
+
+
+# --- the face, streams, groups ------------------------------------------------------------------------------
+
+
+def test_a_call_takes_an_algorithm_by_name_as_a_schedule_and_compiled() -> None:
+    def rank(comm: Any) -> None:
+        x = np.arange(10.0) + comm.rank
+        wanted = comm.all_reduce(x.copy())
+        ring = generate("ring", comm.size)
+        for algorithm in ("pynccl:tree", ring, compile(ring, comm)):
+            np.testing.assert_array_equal(comm.all_reduce(x.copy(), algorithm=algorithm), wanted)
+        np.testing.assert_array_equal(ring.run(comm, x.copy()), wanted)
+        root = comm.size - 1
+        result = comm.reduce(x.copy(), root=root, algorithm="pynccl:ring")
+        assert (result is None) == (comm.rank != root)
+        if comm.rank == root:
+            np.testing.assert_array_equal(result, wanted)
+
+    everywhere(3, rank)
+
+
+def test_streams_and_groups() -> None:
+    ring = generate("ring", 3)
+
+    def rank(comm: Any) -> None:
+        x = np.arange(LONG, dtype=np.float32) % 5 + comm.rank
+        wanted = comm.all_reduce(x.copy())
+        with pynccl.Stream() as stream:
+            queued = [comm.all_reduce(x.copy(), algorithm="pynccl:ring"), run(ring, comm, x.copy())]
+            queued.append(run(ring, comm, x.copy(), op=np.add))
+        stream.synchronize()
+        stream.close()
+        with pynccl.group():
+            queued += [comm.all_reduce(x.copy(), algorithm="pynccl:ring"), comm.all_reduce(x.copy())]
+        for result in queued:
+            np.testing.assert_array_equal(result, wanted)
+        with pytest.raises(pynccl.InvalidUsageError, match="cannot be inside"), pynccl.group():
+            run(ring, comm, x)
+
+    everywhere(3, rank)
+
+
+# --- reductions ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [
+        (np.bitwise_xor, "int16"),
+        (np.logaddexp, "float64"),
+        (np.multiply, "complex128"),
+        (np.gcd, "int64"),
+        (lambda a, b: np.where(abs(a) >= abs(b), a, b), "float32"),
+    ],
+)
+def test_any_function_of_two_arrays_reduces(op: Any, dtype: str) -> None:
+    inputs = [(np.arange(11) * (rank + 2) % 9 + 1).astype(dtype) for rank in range(4)]
+    wanted = inputs[0]
+    for each in inputs[1:]:
+        wanted = op(wanted, each)
+
+    def rank(comm: Any) -> Any:
+        return comm.all_reduce(inputs[comm.rank].copy(), op=op, algorithm="pynccl:ring")
+
+    for result in everywhere(4, rank):
+        np.testing.assert_allclose(result, wanted, rtol=1e-14 if dtype == "float64" else 0)
+
+
+def test_max_passes_over_nan_as_the_library_does() -> None:
+    def rank(comm: Any) -> None:
+        x = np.float32([np.nan, 1, comm.rank, np.nan if comm.rank else 3])
+        for op in ("max", "min"):
+            wanted = comm.all_reduce(x.copy(), op=op)
+            np.testing.assert_array_equal(run(generate("ring", 3), comm, x.copy(), op=op), wanted)
+
+    everywhere(3, rank)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "float16"])
+def test_averages_are_the_library_s(dtype: str) -> None:
+    def rank(comm: Any) -> None:
+        x = (np.arange(9) * 3 - (13 if dtype != "uint8" else 0) + comm.rank).astype(dtype)
+        wanted = comm.all_reduce(x.copy(), op="avg")
+        np.testing.assert_array_equal(run(generate("ring", 3), comm, x.copy(), op="avg"), wanted)
+        np.testing.assert_array_equal(compile(generate("ring", 3), comm)(x.copy(), op="avg"), wanted)
+
+    everywhere(3, rank)
+
+
+# --- refused ------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_is_refused_before_anything_is_sent() -> None:
+    def rank(comm: Any) -> None:
+        x = np.arange(6, dtype=np.float32)
+        out_of_range = Builder("far", "all_reduce", 2)
+        out_of_range.copy(0, IN[3], OUT[0])
+        nothing = Builder("nothing", "all_reduce", 2).build()
+        for go in (lambda s, **k: run(s, comm, x, **k), lambda s, **k: compile(s, comm, **k)):
+            with pytest.raises(
+                pynccl.InvalidArgumentError, match=r"for 3 ranks .* has 2; generate it with n="
+            ):
+                go(generate("ring", 3))
+            with pytest.raises(Fault, match="never written"):
+                go(nothing)
+            with pytest.raises(Fault, match="outside"):
+                go(out_of_range.build(), unchecked=True)
+        with pytest.raises(pynccl.InvalidArgumentError, match="does not work on float32"):
+            run(generate("ring", 2), comm, x, op=np.bitwise_or)
+        with pytest.raises(pynccl.InvalidArgumentError, match="must keep both"):
+            run(generate("ring", 2), comm, x, op=lambda a, b: (a + b).astype(np.float64))
+        with pytest.raises(TypeError, match="is no reduction"):
+            run(generate("ring", 2), comm, x, op=3.5)
+        with pytest.raises(pynccl.InvalidArgumentError, match="not possible for complex64"):
+            run(generate("ring", 2), comm, x.astype(np.complex64), op="prod")
+        with pytest.raises(pynccl.InvalidArgumentError, match="cannot be compiled"):
+            compile(generate("ring", 2), comm)(x, op=np.logaddexp)
+        with pytest.raises(pynccl.InvalidArgumentError, match="is one of all_reduce"):
+            comm.all_gather(x, algorithm=generate("ring", 2))
+        with pytest.raises(pynccl.InvalidArgumentError, match="has no algorithm 'rong'; it has ring"):
+            comm.all_reduce(x, algorithm="pynccl:rong")
+        with pytest.raises(pynccl.InvalidArgumentError, match="root is 0 and the call's 1"):
+            comm.reduce(x, root=1, algorithm=generate("ring", 2, collective="reduce"))
+        with pytest.raises(TypeError, match="must be a name"):
+            comm.all_reduce(x, algorithm=7)
+        apart = generate("ring", 2).replace(in_place=False)
+        with pytest.raises(pynccl.InvalidArgumentError, match="cannot work in place"):
+            run(apart, comm, x)
+        np.testing.assert_array_equal(comm.all_reduce(x.copy()), 2 * x)  # nothing was left behind
+
+    everywhere(2, rank)
+
+
+def test_an_unproved_schedule_runs_when_that_is_asked_for() -> None:
+    b = Builder("mine", "all_reduce", 2)
+    b.copy(b.ranks, IN[0], OUT[0])
+    local = b.build()
+
+    def rank(comm: Any) -> None:
+        x = np.full(3, comm.rank)
+        np.testing.assert_array_equal(run(local, comm, x, np.empty_like(x), unchecked=True), x)
+        np.testing.assert_array_equal(compile(local, comm, unchecked=True)(x, np.empty_like(x)), x)
+        with pytest.raises(Fault):
+            run(local, comm, x)
+
+    everywhere(2, rank)
+
+
+def test_different_schedules_are_an_error_on_all_ranks_and_the_communicator_goes_on() -> None:
+    def rank(comm: Any) -> str:
+        x = np.ones(9, np.float32)
+        schedule = generate("ring", 3, channels=1 if comm.rank else 2)
+        with pytest.raises(pynccl.InvalidUsageError, match="differs between ranks") as caught:
+            compile(schedule, comm)(x)
+        assert compile(generate("tree", 3), comm)(x)[0] == 3
+        return str(caught.value).partition("differs")[2].partition(" [")[0]
+
+    assert len(set(everywhere(3, rank))) == 1
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    def rank(comm: Any) -> None:
+        if comm.rank == 1:
+            comm.recv(np.empty(1), 0)  # until the others have given up
+            return
+        with pytest.raises(pynccl.NcclError, match="waited .* for rank 1"):
+            compile(generate("ring", 2), comm)(np.ones(LONG, np.float32))
+        raise RuntimeError("given up")
+
+    def short(comm: Any) -> None:
+        comm.library.pyncclSetTimeout(comm.handle, 0.5)
+        rank(comm)
+
+    with pytest.raises(Exception, match="given up"):
+        everywhere(2, short)
+
+
+def test_the_example_runs_on_three_ranks(repo: Path, tmp_path: Path) -> None:
+    example = repo / "examples" / "write_your_own_all_reduce.py"
+    assert len(example.read_text().splitlines()) < 40
+    command = [sys.executable, "-m", "pynccl.launch", "-n", "3", str(example)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "proved, 9 steps" in done.stdout and "busbw" in done.stdout
+    assert done.stdout.count("sum [6. 6. 6. 6.]") == 3
+    assert (tmp_path / "relay.json").stat().st_size > 100
