@@ -4,6 +4,7 @@
     python -m pynccl.collectives cost ring --ranks 64 --bytes 1M --topology nodes:8 --trace ring.json
     python -m pynccl.collectives compare --algorithms ring,tree --ranks 64 --bytes 1M
     python -m pynccl.collectives verify --all --ranks 1-33 --json out.json --mutations 200 --seed 0
+    python -m pynccl.launch -n 4 -m pynccl.collectives tune --out selection.json
 
 Where an algorithm is named, the JSON or MSCCL XML file of a schedule will do.
 """
@@ -37,8 +38,10 @@ _MOST_COLUMNS = 16  # ranks in a drawing
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status: 0, 1 for a fault found, 2 for a wrong argument."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if arguments[:1] == ["selftest"]:  # the only one that runs anything; its options are its own
+    if arguments[:1] == ["selftest"]:  # these two run something, on ranks; their options are their own
         return importlib.import_module("pynccl.collectives.execute").selftest(arguments[1:])
+    if arguments[:1] == ["tune"]:
+        return importlib.import_module("pynccl.collectives.tune").main(arguments[1:])
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
@@ -173,6 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "selftest", help="run every algorithm against the library's own; start it with launch"
     )
+    commands.add_parser("tune", help="measure which algorithm is best for which size; start it with launch")
     return parser
 
 

@@ -4,7 +4,7 @@
     table.save("selection.json")                                # on one of them
     comm = pynccl.Communicator(n, uid, rank, selection="selection.json")
 
-    python -m pynccl.launch -n 4 -m pynccl.collectives.tune --out selection.json
+    python -m pynccl.launch -n 4 -m pynccl.collectives tune --out selection.json
 
 Candidates are the library's own choice and the schedules of `registry`, compiled or interpreted as
 ``algorithm="pynccl:..."`` would run them. Interpreted runs in host memory are measured too, to be seen, and
@@ -272,7 +272,7 @@ def _library(comm: Any) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line, on each of the ranks that a launcher started."""
     parser = argparse.ArgumentParser(
-        prog="python -m pynccl.launch -n N -m pynccl.collectives.tune",
+        prog="python -m pynccl.launch -n N -m pynccl.collectives tune",
         description="Measure which algorithm is best for which size.",
     )
     parser.add_argument("--out", help="rank 0 writes the table to this file")
@@ -298,7 +298,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.out:
                 table.save(options.out)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
