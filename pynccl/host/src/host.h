@@ -12,7 +12,7 @@
  *   collective.c the eight collectives: one table, three paths (one-shot, staged, mapped)
  *   schedule.c   users' collectives
  *   p2p.c        send and receive      onesided.c  windows, put, signal, wait
- *   comm.c       communicators: make, split, shrink, grow, finalize, destroy, abort
+ *   make.c       communicators: init, split, shrink, grow      comm.c  entering and leaving them, finalize, destroy, abort
  *   bootstrap.c  how ranks find each other (a socket all-gather)      segment.c  shared memory
  *   heap.c       ncclMemAlloc      stream.c  streams and events      reduce.c  arithmetic      error.c  words
  */
@@ -240,6 +240,8 @@ static inline struct signals *signals_of(const struct ncclComm *comm, int from, 
   return (struct signals *)(comm->segment->base + comm->layout.signals) + (size_t)from * comm->nranks + to;
 }
 
+struct ncclComm *comm_new(void); /* state ncclInProgress; NULL: out of memory */
+void comm_free(struct ncclComm *comm); /* what it holds; nobody may be inside any more */
 /* Checked entry: the communicator behind a handle, made by this process, not being made, not broken. NULL pointer: error recorded, *code set. */
 /* need_healthy: neither broken, revoked, finalized nor still being made. */
 struct ncclComm *comm_enter(ncclComm_t handle, const char *call, bool need_healthy, ncclResult_t *code);
