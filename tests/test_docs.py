@@ -28,7 +28,15 @@ def test_every_module_on_the_map_exists(repo: Path):
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/guide.md", "docs/launching.md", "docs/architecture.md", "docs/gpu-results.md"]
+    "page",
+    [
+        "README.md",
+        "docs/guide.md",
+        "docs/collectives.md",
+        "docs/launching.md",
+        "docs/architecture.md",
+        "docs/gpu-results.md",
+    ],
 )
 def test_links_between_the_pages_lead_somewhere(page: str, repo: Path):
     file = repo / page
