@@ -109,6 +109,12 @@ def test_an_algorithm_that_does_not_fit_is_refused_before_anything_is_sent(
     def one(comm: Any) -> None:
         with pytest.raises(InvalidArgumentError, match=words):
             all_reduce(comm, np.ones(6, "complex128"), op, algorithm=algorithm)
+        named = f"pynccl:{algorithm.removeprefix('pynccl:')}"
+        with pytest.raises(InvalidArgumentError, match=words):
+            comm.all_reduce(np.ones(6, "complex128"), op=op, algorithm=named)
+        assert comm.all_reduce(np.ones(1, "complex128"), op=AFTER, algorithm="pynccl:direct") == 1
+        x = comm.all_reduce(np.full(4, 2.0), op=ADASUM, algorithm="pynccl:recursive_doubling")
+        assert x.tolist() == [2.0] * 4
         np.testing.assert_array_equal(comm.all_reduce(np.ones(2)), [3, 3])
 
     ranks(3, one)

@@ -117,6 +117,8 @@ def check_call(
             f"root={root}"
         )
     check_proof(schedule, unchecked=unchecked)
+    if hasattr(op, "check_schedule"):  # a `reductions.Operation`, which asks something of it
+        op.check_schedule(schedule, unchecked=unchecked)
     what = OPERATIONS[schedule.collective]
     custom = what.reduces and not isinstance(op, str)
     if what.reduces and not custom:

@@ -64,6 +64,15 @@ class Operation:
     def __call__(self, a: Any, b: Any) -> Any:
         return self.function(a, b)
 
+    def check_schedule(self, schedule: Schedule, *, unchecked: bool = False) -> None:
+        """InvalidArgumentError unless ``schedule`` gives what this asks for; whoever runs one calls this.
+
+        ``unchecked``: the schedule is not to be proved, so nothing can be said of the order.
+        """
+        _check_whole(self, schedule)
+        if not unchecked:
+            _check_order(self, schedule)
+
 
 def all_reduce(
     comm: Any,
@@ -111,8 +120,8 @@ def _reduce(call: str, comm: Any, x: Any, op: Any, out: Any, algorithm: Any, str
         )
     if algorithm is None:
         algorithm = _fitting(call, operation, getattr(x, "nbytes", 0))
-    schedule, proof = _proved(call, algorithm, comm.size)
-    _check_fit(call, operation, schedule, proof)
+    schedule = _schedule(call, algorithm, comm.size)
+    operation.check_schedule(schedule)
     return run(schedule, comm, x, out, operation.function, stream=stream)
 
 
@@ -124,7 +133,7 @@ def _fitting(call: str, op: Operation, nbytes: int) -> str:
     return "ring" if op.commutative else "direct"
 
 
-def _proved(call: str, algorithm: Any, n: int) -> tuple[Schedule, Proof]:
+def _schedule(call: str, algorithm: Any, n: int) -> Schedule:
     if isinstance(algorithm, str):
         try:
             return _generated(call, algorithm.removeprefix("pynccl:"), n)
@@ -139,13 +148,12 @@ def _proved(call: str, algorithm: Any, n: int) -> tuple[Schedule, Proof]:
             f"{call}: schedule {algorithm.name!r} is one of {algorithm.collective}; generate it with "
             f"collective={call!r}"
         )
-    return algorithm, _prove(algorithm)
+    return algorithm
 
 
 @functools.lru_cache(maxsize=64)
-def _generated(call: str, name: str, n: int) -> tuple[Schedule, Proof]:
-    schedule = generate(name, n, collective=call)
-    return schedule, _prove(schedule)
+def _generated(call: str, name: str, n: int) -> Schedule:
+    return generate(name, n, collective=call)
 
 
 def _prove(schedule: Schedule) -> Proof:
@@ -156,20 +164,26 @@ def _prove(schedule: Schedule) -> Proof:
     return kept["_proof"]
 
 
-def _check_fit(call: str, op: Operation, schedule: Schedule, proof: Proof) -> None:
-    if op.whole and (call != "all_reduce" or schedule.parts != 1):
-        cut = "blocks" if call != "all_reduce" else f"{schedule.parts} chunks"
+def _check_whole(op: Operation, schedule: Schedule) -> None:
+    call = schedule.collective
+    scatters = call == "reduce_scatter" and schedule.n > 1
+    if op.whole and (scatters or schedule.parts != 1):
+        cut = "blocks" if scatters else f"{schedule.parts} chunks"
         raise InvalidArgumentError(
             f"{call}: {op.name} looks at whole arrays and {schedule.name!r} cuts them into {cut}; use "
             "all_reduce with algorithm='recursive_doubling' or 'one_shot'"
         )
-    if not op.commutative and not proof.rank_order:
-        n = schedule.n
-        fit = [name for name in algorithms(call) if _proved(call, name, n)[1].rank_order]
-        raise InvalidArgumentError(
-            f"{call}: {op.name} does not commute, and {schedule.name!r} of {n} ranks does not reduce in rank "
-            f"order; use one that does: {', '.join(fit)}"
-        )
+
+
+def _check_order(op: Operation, schedule: Schedule) -> None:
+    if op.commutative or _prove(schedule).rank_order:
+        return
+    call, n = schedule.collective, schedule.n
+    fit = [name for name in algorithms(call) if _prove(_generated(call, name, n)).rank_order]
+    raise InvalidArgumentError(
+        f"{call}: {op.name} does not commute, and {schedule.name!r} of {n} ranks does not reduce in rank "
+        f"order; use one that does: {', '.join(fit)}"
+    )
 
 
 # --- Adasum -------------------------------------------------------------------------------------------------
