@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -196,6 +197,27 @@ def test_streams_and_groups() -> None:
             run(ring, comm, x)
 
     everywhere(3, rank)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_non_blocking_communicator_is_waited_for(blocking: bool) -> None:
+    def rank(comm: Any) -> None:
+        with comm.split(0, key=comm.rank, config={"blocking": blocking}) as child:
+            child.wait(30)
+            x = np.arange(LONG, dtype=np.float32) % 7
+            np.testing.assert_array_equal(run(generate("ring", 3), child, x.copy()), 3 * x)
+            result = compile(generate("ring", 3), child)(x.copy())
+            child.wait(30)
+            np.testing.assert_array_equal(result, 3 * x)
+
+    everywhere(3, rank)
+
+
+def test_a_schedule_that_has_run_can_be_pickled() -> None:
+    ring = generate("ring", 2)
+    everywhere(2, lambda comm: compile(ring, comm)(np.ones(3)))
+    again = pickle.loads(pickle.dumps(ring))
+    assert again == ring and len(again.steps(0)) == len(ring.steps(0))
 
 
 # --- reductions ---------------------------------------------------------------------------------------------

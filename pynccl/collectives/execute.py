@@ -379,6 +379,8 @@ class _Run:
             for (peer, *_), x in zip(one.recvs, landed, strict=True):
                 if x.size:
                     comm.recv(x, peer, stream=stream)
+        if not comm._blocking and self._queue is None:
+            comm.wait()  # the messages may not even be on the stream yet, and a reduction is to follow them
         return landed
 
     def _then(self, one: _Round, landed: list[Any]) -> None:
@@ -389,7 +391,7 @@ class _Run:
                     continue
                 source = self._span(*src, chunks)
                 if kind == Kind.COPY:
-                    if source.ctypes.data != to.ctypes.data if self._arrays is np else source.data != to.data:
+                    if _address(source) != _address(to):
                         to[...] = source
                     continue
                 assert self._reduction is not None
@@ -494,6 +496,10 @@ def _dtype_of(memory: Memory) -> Any:
     if memory.element.name in ELEMENTS:
         return numpy_dtype("run", memory.element.name)
     return np.dtype((np.void, memory.element.itemsize))
+
+
+def _address(x: Any) -> int:
+    return x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
 
 
 def _module(name: str) -> Any:

@@ -309,6 +309,10 @@ class Schedule:
     def __hash__(self) -> int:
         return hash(self.digest)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What is kept with a schedule once it has been analysed or run stays behind when it is pickled.
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
     def _head(self) -> dict[str, Any]:
         names = ("name", "collective", "n", "parts", "root", "scratch_chunks", "deterministic", "in_place")
         return {**{name: getattr(self, name) for name in names}, "params": dict(self.params)}
