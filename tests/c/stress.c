@@ -29,6 +29,8 @@ static const struct {
     SCENARIO(messages_of_all_pairs),
     SCENARIO(messages_outside_of_groups),
     SCENARIO(puts_and_signals),
+    SCENARIO(schedules_against_collectives),
+    SCENARIO(schedules_without_a_rank),
     SCENARIO(calls_on_streams),
     SCENARIO(two_communicators_ordered_by_events),
     SCENARIO(groups_over_streams),

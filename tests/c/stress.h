@@ -115,6 +115,8 @@ scenario collectives_one_after_another, collectives_in_groups, communicators_sid
 scenario premultiplied_sums_of_both_residences, more_ranks_than_cores;
 /* messages.c */
 scenario rings_in_groups, messages_of_all_pairs, messages_outside_of_groups, puts_and_signals;
+/* schedules.c */
+scenario schedules_against_collectives, schedules_without_a_rank;
 /* streams.c */
 scenario calls_on_streams, two_communicators_ordered_by_events, groups_over_streams;
 /* lifecycle.c */
