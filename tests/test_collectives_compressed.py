@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import pynccl
 from examples import compressed_training
 from examples.compressed_training import CODECS, FEATURES, train
-from pynccl.abi.errors import InvalidArgumentError
+from pynccl.abi.errors import InvalidArgumentError, InvalidUsageError
 from pynccl.collectives.compressed import Compressor, Float8, Integers, TopK
 from pynccl.testing import run_ranks
 
@@ -239,6 +240,8 @@ def test_wrong_arguments_are_refused_in_words():
             compressor.all_reduce(np.zeros(8, "f4"), "max")
         with pytest.raises(InvalidArgumentError, match=r"shape \(3,\) does not divide over 2 ranks"):
             compressor.reduce_scatter(np.zeros(3, "f4"))
+        with pytest.raises(InvalidUsageError, match="outside of pynccl.group"), pynccl.group():
+            compressor.all_reduce(np.zeros(8, "f4"), key="w")
 
     ranks(2, one)
     with pytest.raises(InvalidArgumentError, match="bits=5; there are 4 and 8"):

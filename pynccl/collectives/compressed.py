@@ -24,7 +24,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pynccl.abi.errors import InvalidArgumentError
+from pynccl.abi.errors import InvalidArgumentError, InvalidUsageError
+from pynccl.threadstate import current
 
 __all__ = ["Codec", "Compressor", "Float8", "Integers", "Report", "TopK"]
 
@@ -186,6 +187,7 @@ class Compressor:
     ``codec``: `Integers`, `Float8`, `TopK`, or anything that does what `Codec` says; the same on every rank.
     ``feedback=False`` forgets what a call left out. Calls of one ``key`` share what was left out: give each
     parameter its own, and always the same shape. Elements that are not finite are passed on and never kept.
+    Calls return when they are done (on a GPU: in the order of the current stream) and cannot be in a group.
     """
 
     def __init__(self, comm: Any, codec: Codec, *, feedback: bool = True) -> None:
@@ -284,6 +286,11 @@ class Compressor:
 
     def _check(self, call: str, x: Array, op: str) -> Any:
         self.comm._check_open(f"{call} (compressed)")
+        if current.group is not None:
+            raise InvalidUsageError(
+                f"{call} (compressed): it uses what its messages bring, and in a group they come at the end; "
+                "call it outside of pynccl.group()"
+            )
         if op not in ("sum", "avg"):
             raise InvalidArgumentError(f"{call} (compressed): op={op!r}; there are 'sum' and 'avg'")
         if getattr(getattr(x, "dtype", None), "name", None) != "float32":
