@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import subprocess
 import sys
@@ -116,7 +117,9 @@ def rank_order(n: int) -> Schedule:
 
 @pytest.mark.parametrize("way", [run, lambda schedule, comm, x: compile(schedule, comm)(x)])
 def test_the_order_of_a_reduction_is_that_of_the_schedule(way: Any) -> None:
-    values = np.float32([1e8, 1, -1e8, 1])  # left to right 1; any other order of the first three 0 or 2
+    values = np.array(
+        [1e8, 1, -1e8, 1], np.float32
+    )  # left to right 1; any other order of the first three 0 or 2
 
     def rank(comm: Any) -> Any:
         return way(rank_order(4), comm, np.full(5, values[comm.rank], np.float32))
@@ -248,7 +251,7 @@ def test_any_function_of_two_arrays_reduces(op: Any, dtype: str) -> None:
 
 def test_max_passes_over_nan_as_the_library_does() -> None:
     def rank(comm: Any) -> None:
-        x = np.float32([np.nan, 1, comm.rank, np.nan if comm.rank else 3])
+        x = np.array([np.nan, 1, comm.rank, np.nan if comm.rank else 3], np.float32)
         for op in ("max", "min"):
             wanted = comm.all_reduce(x.copy(), op=op)
             np.testing.assert_array_equal(run(generate("ring", 3), comm, x.copy(), op=op), wanted)
@@ -364,3 +367,36 @@ def test_the_example_runs_on_three_ranks(repo: Path, tmp_path: Path) -> None:
     assert "proved, 9 steps" in done.stdout and "busbw" in done.stdout
     assert done.stdout.count("sum [6. 6. 6. 6.]") == 3
     assert (tmp_path / "relay.json").stat().st_size > 100
+
+
+def test_the_benchmark_compares_and_checks_every_way(repo: Path, tmp_path: Path) -> None:
+    written = tmp_path / "out.json"
+    command = [sys.executable, "-m", "bench.algorithms_perf", "-g", "2", "-b", "1K", "-e", "4K", "-c", "2"]
+    done = subprocess.run(
+        [*command, "-n", "2", "--algorithms", "ring", "--json", str(written)],
+        cwd=repo,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(written.read_text())
+    assert [row["bytes"] for row in report["rows"]] == [1024, 4096]
+    for row in report["rows"]:
+        assert list(row["ways"]) == ["library", "ring interpreted", "ring compiled"]
+        assert all(way["exact"] and way["microseconds"] > 0 for way in row["ways"].values())
+    assert done.stdout.count(" us ") == 6
+
+
+def test_the_self_test_runs_under_the_launcher(repo: Path, tmp_path: Path) -> None:
+    written = tmp_path / "out.json"
+    command = [sys.executable, "-m", "pynccl.launch", "-n", "2", "-m", "pynccl.collectives", "selftest"]
+    options = ["--algorithms", "ring", "--collective", "reduce_scatter", "--counts", "0,7"]
+    done = subprocess.run(
+        [*command, *options, "--json", str(written)], cwd=repo, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 algorithms" in done.stdout and "0 wrong" in done.stdout
+    (algorithm,) = json.loads(written.read_text())["algorithms"]
+    variants = 1 + len(ALGORITHMS["reduce_scatter", "ring"].variants)
+    assert algorithm["runs"] == variants * 2 * 3 * 3 * 2 * 3 and algorithm["wrong"] == []
