@@ -40,8 +40,8 @@ class Communicator(Objects, OneSided, Derivation):
         Appears in messages, and in NCCL's logs.
     selection
         A table of ``pynccl.collectives.tune``, or its file: which algorithm for which size, for calls that
-        name none (prepared calls keep the library's own). The same on every rank. InvalidUsageError for one
-        that was made with other ranks, hosts or another library.
+        name none (prepared calls, and communicators split from this one, keep the library's own). The same on
+        every rank. InvalidUsageError for one that was made with other ranks, hosts or another library.
 
     Attributes
     ----------
