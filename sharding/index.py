@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 FORMAT = 1  # of the index; a reader refuses what is newer
+_MOST_DEEP = 100  # containers in containers, of the user's state
 MASTER = "param"  # the array that every parameter has; others are the optimizer's slots
 
 
@@ -159,16 +160,24 @@ def tensor_name(array: str, parameter: str) -> str:
     return f"{array}/{parameter}"
 
 
-def check_user(value: Any, where: str = "user") -> None:
-    """TypeError, with the place, for what JSON does not have. (A tuple comes back as a list.)"""
+def check_user(value: Any, where: str = "user", depth: int = 0) -> None:
+    """TypeError, with the place, for what JSON does not have. (A tuple comes back as a list.)
+
+    ValueError for what contains itself, or as good as that.
+    """
+    if depth > _MOST_DEEP:
+        raise ValueError(
+            f"save: {where[:80]}... is nested more than {_MOST_DEEP} deep; flatten it (a list or dict that "
+            "contains itself cannot be saved)"
+        )
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
                 raise TypeError(f"save: {where} has the key {key!r}; JSON has strings alone for keys")
-            check_user(item, f"{where}[{key!r}]")
+            check_user(item, f"{where}[{key!r}]", depth + 1)
     elif isinstance(value, (list, tuple)):
         for at, item in enumerate(value):
-            check_user(item, f"{where}[{at}]")
+            check_user(item, f"{where}[{at}]", depth + 1)
     elif value is not None and not isinstance(value, (bool, int, float, str)):
         raise TypeError(
             f"save: {where} is a {type(value).__name__}; use None, bool, int, float, str, lists and dicts "

@@ -13,8 +13,9 @@ import json
 import os
 import secrets
 import threading
+import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -88,6 +89,7 @@ def save(
 
     Raises, on every rank: PhaseError in the middle of a step or of an accumulation, TypeError and ValueError
     for arguments, CheckpointError or OSError if a file cannot be written. Earlier checkpoints are untouched.
+    Warns, on rank 0, if the checkpoint is complete but what it replaces could not be removed.
     """
     request = _Request(
         Path(folder).absolute(), step, user, rng, keep_last, overwrite, timeout, background=False
@@ -116,34 +118,43 @@ def save_async(
     """As `save`, but only copy this rank's state into host memory now, and write it in a thread. Collective.
 
     What is saved is what was there at the call, whatever the training does next. One save is in flight at a
-    time: the next one first waits for it. An error shows in `handle.wait()`, or else in the next save.
-    `timeout`: seconds that ranks wait for each other's files, at most.
+    time: the next one, and a load, first wait for it. An error shows in `handle.wait()`, or else there.
+    `timeout`: seconds that ranks wait for each other's files, at most. A rank that died is waited for no
+    longer than `store.SILENT_SECONDS`.
     """
     request = _Request(
         Path(folder).absolute(), step, user, rng, keep_last, overwrite, timeout, background=True
     )
     job = _begin(request, model, opt)
-    handle = SaveHandle(job, timeout)
-    _in_flight[model] = handle
+    handle = SaveHandle(job, timeout, model)
+    with _in_flight_lock:
+        _in_flight[model] = handle
     return handle
 
 
 class SaveHandle:
     """An asynchronous save on its way: `step`, and `path`, where it will be."""
 
-    def __init__(self, job: _Job, timeout: float) -> None:
+    def __init__(self, job: _Job, timeout: float, model: ShardedModel) -> None:
         self.step, self.path = job.place.step, job.place.final
         self._error: Exception | None = None
         self._seen = False
-        # Not a daemon: a program that ends meanwhile ends after the checkpoint is complete.
+        known = weakref.ref(model)
+
+        def abandoned() -> bool:
+            model = known()
+            return model is not None and model._broken is not None
+
+        # Not a daemon: a program that ends meanwhile ends after the checkpoint is complete, or cannot be.
         self._thread = threading.Thread(
-            target=self._write, args=(job, timeout), name=f"save of step {self.step}"
+            target=self._write, args=(job, timeout, abandoned), name=f"save of step {self.step}"
         )
         self._thread.start()
 
-    def _write(self, job: _Job, timeout: float) -> None:
+    def _write(self, job: _Job, timeout: float, abandoned: Callable[[], bool]) -> None:
         try:
-            job.run(FileMeeting(job.place, job.rank, job.size, timeout))
+            with FileMeeting(job.place, job.rank, job.size, timeout, abandoned) as meeting:
+                job.run(meeting)
         except Exception as error:  # kept for whoever waits
             self._error = error
 
@@ -164,18 +175,29 @@ class SaveHandle:
             raise self._error
         return self.path
 
-    def settle(self) -> None:
+    def settle(self, remedy: str) -> None:
         """Wait to the end, and raise an error that nobody has seen."""
         self._thread.join()
         if self._error is not None and not self._seen:
             self._seen = True
             raise CheckpointError(
-                f"the asynchronous save of step {self.step} failed: {self._error}; and nothing was saved "
-                "now: call save again"
+                f"the asynchronous save of step {self.step} failed: {self._error}; {remedy}"
             ) from self._error
 
 
 _in_flight: weakref.WeakKeyDictionary[ShardedModel, SaveHandle] = weakref.WeakKeyDictionary()
+_in_flight_lock = threading.Lock()
+
+
+def settle(folder: Path, model: ShardedModel, remedy: str) -> None:
+    """Wait for this rank's asynchronous saves of the model or to the folder; raise what nobody has seen."""
+    with _in_flight_lock:  # ranks may be threads of one process
+        known = list(_in_flight.items())
+    for saver, handle in known:
+        if saver is model or (saver.rank == model.rank and handle.path.parent == folder):
+            with _in_flight_lock:
+                _in_flight.pop(saver, None)
+            handle.settle(remedy)
 
 
 @dataclass(frozen=True)
@@ -198,7 +220,8 @@ class _Request:
             raise TypeError("save: step is missing; pass step=, or an optimizer that counts them")
         if isinstance(step, bool) or not isinstance(step, (int, np.integer)) or step < 0:
             raise ValueError(f"save: step={step!r}; expected a number of at least 0")
-        if self.keep_last is not None and (not isinstance(self.keep_last, int) or self.keep_last < 1):
+        keep = self.keep_last
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ValueError(f"save: keep_last={self.keep_last!r}; expected 1 or more, or None to keep all")
         if not self.timeout > 0:
             raise ValueError(f"save: timeout={self.timeout!r}; expected seconds, more than 0")
@@ -223,7 +246,7 @@ class _Job:
     def run(self, meeting: FileMeeting | _CommMeeting) -> Path:
         """Write this rank's file; rank 0 completes the checkpoint when all have."""
         error: Exception | None = None
-        entry = None
+        entry = untidy = None
         try:
             if self.sources is not None:
                 path = self.place.file(self.rank, self.writers)
@@ -237,12 +260,25 @@ class _Job:
                     FileEntry(**{**each, "sha256": tuple(each["sha256"])}) for each in entries[: self.writers]
                 )
                 self.place.publish(dataclasses.replace(self.index, files=files))
-                if self.keep_last is not None:
-                    self.place.prune(self.keep_last)
+                untidy = self._tidy()
         except Exception as caught:
             error = caught
         meeting.finish(error)
+        if untidy is not None:
+            warnings.warn(
+                f"{self.place.final} is complete, but what it replaces could not be removed: {untidy} (the "
+                "next save tries again)",
+                stacklevel=3,
+            )
         return self.place.final
+
+    def _tidy(self) -> OSError | None:
+        """An error is no error of the save: the checkpoint is there."""
+        try:
+            self.place.tidy(self.keep_last)
+        except OSError as caught:
+            return caught
+        return None
 
 
 class _CommMeeting:
@@ -263,9 +299,7 @@ def _begin(request: _Request, model: ShardedModel, opt: SavedOptimizer | None) -
     error: Exception | None = None
     value = None
     try:
-        previous = _in_flight.pop(model, None)
-        if previous is not None:
-            previous.settle()
+        settle(request.folder, model, "and nothing was saved now: call save again")
         _check_whole_step(model)
         step = request.check(opt)
         arrays = _arrays(model, opt)
