@@ -41,6 +41,13 @@ def read_leaves(params: Any, init: Any, shapes: Any) -> dict[str, Any]:
     if not found:
         raise ValueError("fully_shard: there are no parameters")
     for name in found:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"fully_shard: parameter {name!r} has a name that no file can hold ({error.reason}); rename "
+                "it"
+            ) from error
         parts = name.split(".")
         for stop in range(1, len(parts)):
             if ".".join(parts[:stop]) in found:

@@ -17,7 +17,7 @@ from .engine import ShardedModel
 from .index import MASTER, Index, Parameter, check_layout, tensor_name
 from .layout import pieces
 from .rng import Generators, planned_states, restore_states
-from .saving import SavedOptimizer
+from .saving import SavedOptimizer, settle
 from .store import find, read_index, saved_steps, step_folder
 from .tensorfile import TensorFile, verify_blocks
 
@@ -52,7 +52,7 @@ def load(
     rng: Generators = None,
 ) -> Loaded:
     """Load the newest complete checkpoint in `folder`, or that of `step`. Collective; returns what it holds
-    beside arrays.
+    beside arrays. It first waits for an asynchronous save that is in flight.
 
     The model must have the parameters of the one that was saved: the same names, shapes, dtypes and ties.
     Ranks, strategy, units and what is frozen may differ: parameters, optimizer state and step come back bit
@@ -124,6 +124,7 @@ def _chosen_step(root: Path, model: ShardedModel, step: int | None) -> int:
         model.require_resting("load()")
         if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
             raise TypeError(f"load: step={step!r}; expected a number, or None for the newest")
+        settle(root, model, "and nothing was loaded now: call load again for the newest that is complete")
         if model.rank == 0:
             chosen = find(root, step)
     except Exception as caught:

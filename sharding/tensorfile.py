@@ -42,6 +42,7 @@ __all__ = [
 
 BLOCK = 16 << 20  # bytes that have a checksum of their own, so that ranks share the work of checking a file
 _LENGTH = struct.Struct("<Q")
+_METADATA = "__metadata__"
 
 # NumPy's (and ml_dtypes') name -> the format's.
 TAGS = {
@@ -70,7 +71,7 @@ DTYPES = {tag: name for name, tag in TAGS.items()}
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor in a file. TypeError for a dtype that the format does not have."""
+    """A tensor in a file. TypeError for a dtype, ValueError for a name, that the format does not have."""
 
     name: str
     shape: tuple[int, ...]
@@ -81,11 +82,27 @@ class TensorSpec:
             raise TypeError(
                 f"{self.name}: safetensors files cannot hold {self.dtype}; they hold {', '.join(TAGS)}"
             )
+        if self.name == _METADATA:
+            raise ValueError(
+                f"a safetensors file cannot hold a tensor named {_METADATA!r}: that is what its metadata are "
+                "called; rename the parameter"
+            )
+        _check_text(self.name, "the tensor's name")
 
     @property
     def nbytes(self) -> int:
         """Bytes of its data."""
         return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
+
+
+def _check_text(text: Any, what: str) -> None:
+    """A header is JSON in UTF-8, and its metadata are strings."""
+    if not isinstance(text, str):
+        raise TypeError(f"{what} {text!r} is a {type(text).__name__}; safetensors files hold strings there")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} {text!r} cannot be written as UTF-8 ({error.reason})") from error
 
 
 @dataclass(frozen=True)
@@ -104,7 +121,10 @@ class Header:
 
     def __init__(self, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
         self.specs = sorted(specs, key=lambda spec: -numpy_dtype(spec.dtype).itemsize)
-        fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        for pair in (metadata or {}).items():
+            for text in pair:
+                _check_text(text, f"metadata {pair!r}:")
+        fields: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
         starts, at = {}, 0
         for spec in self.specs:
             fields[spec.name] = {
@@ -114,9 +134,9 @@ class Header:
             }
             starts[spec.name] = at
             at += spec.nbytes
-        text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
-        self.head = _LENGTH.pack(len(text)) + text
+        head = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+        head += b" " * (-len(head) % 8)  # the data begins at a multiple of 8
+        self.head = _LENGTH.pack(len(head)) + head
         self.bytes = len(self.head) + at
         self.offset = {name: len(self.head) + start for name, start in starts.items()}
 
@@ -232,7 +252,7 @@ class TensorFile:
         _read_all(self._file.fileno(), memoryview(text), _LENGTH.size, path)
         self._start = _LENGTH.size + length
         self._tensors = json.loads(text)
-        self.metadata: dict[str, str] = self._tensors.pop("__metadata__", {})
+        self.metadata: dict[str, str] = self._tensors.pop(_METADATA, {})
 
     def close(self) -> None:
         """Close the file."""

@@ -6,7 +6,12 @@ import json
 import os
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +21,7 @@ import numpy as np
 import pytest
 import safetensors.numpy as numpy_files
 
+from pynccl import NcclError
 from pynccl.testing import RankError, run_ranks
 from sharding import AdamW, MixedPrecision, PhaseError, export_safetensors, fully_shard
 from sharding import export as export_module
@@ -441,11 +447,20 @@ def test_a_generator_that_was_not_saved_is_an_error(at_three: Path) -> None:
 # --- bad input: the same error on every rank, nothing changed -----------------------------------------------
 
 
+def endless() -> list[Any]:
+    """It contains itself."""
+    found: list[Any] = [1]
+    found.append({"again": found})
+    return found
+
+
 @pytest.mark.parametrize(
     ("keywords", "kind", "message"),
     [
         (lambda rank: {"step": -1}, ValueError, "step=-1"),
         (lambda rank: {"keep_last": 0}, ValueError, "keep_last=0"),
+        (lambda rank: {"keep_last": True}, ValueError, "keep_last=True"),
+        (lambda rank: {"user": endless()}, ValueError, "nested more than 100 deep"),
         (lambda rank: {"user": {"x": {1, 2}}}, TypeError, r"user\['x'\] is a set"),
         (lambda rank: {"user": {1: 2}}, TypeError, "the key 1"),
         (lambda rank: {"user": {"rank": rank}}, ValueError, "user differs between ranks"),
@@ -616,7 +631,16 @@ def truncate_index(path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("harm", [damage_body, damage_header, truncate, remove, damage_index, truncate_index])
+def remove_index(path: Path) -> Path:
+    file = path / "index.json"
+    file.unlink()
+    return file
+
+
+HARMS = [damage_body, damage_header, truncate, remove, damage_index, truncate_index, remove_index]
+
+
+@pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("n", [1, 4])
 def test_a_damaged_file_is_named_on_every_rank_and_the_checkpoint_before_it_still_loads(
     at_three: Path, tmp_path: Path, harm: Callable[[Path], Path], n: int
@@ -677,6 +701,47 @@ def test_older_checkpoints_are_removed_only_after_the_new_one_is_complete(
 
     run_ranks(2, rank, library="host")
     assert [each.name for each in tmp_path.iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("way", ["save", "save_async"])
+@pytest.mark.parametrize("keywords", [{"step": 2, "keep_last": 1}, {"step": 1, "overwrite": True}])
+def test_what_cannot_be_removed_after_a_save_is_a_warning_and_goes_with_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, keywords: dict[str, Any]
+) -> None:
+    def once(folder: Path, **options: Any) -> Path:
+        if way == "save":
+            return save(folder, model_of[0], **options)
+        return save_async(folder, model_of[0], timeout=60, **options).wait()
+
+    model_of: list[Any] = []
+
+    def rank(comm: Any) -> list[str]:
+        model_of[:] = [make(comm)[0]]
+        save(tmp_path, model_of[0], step=1)
+        remove = shutil.rmtree
+
+        def busy(path: Any, *args: Any, **options: Any) -> None:
+            if str(path).endswith(".old"):
+                raise OSError(16, "busy", str(path))
+            remove(path, *args, **options)
+
+        monkeypatch.setattr(shutil, "rmtree", busy)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert once(tmp_path, **keywords) == tmp_path / f"step-{keywords['step']:08d}"
+            assert load(tmp_path, model_of[0]).step == keywords["step"]
+            once(tmp_path, step=3)  # still busy
+        monkeypatch.undo()
+        comm.all_gather_object(None)
+        save(tmp_path, model_of[0], step=4)
+        return [str(each.message) for each in caught]
+
+    first, second = run_ranks(2, rank, library="host")
+    assert len(first) == 2 and second == []
+    assert "is complete, but what it replaces could not be removed" in first[0] and "busy" in first[0]
+    assert "left by an earlier save, could not be removed" in first[1]
+    assert saved_steps(tmp_path) == [keywords["step"], 3, 4]
+    assert all(not each.name.startswith(".") for each in tmp_path.iterdir())
 
 
 def full_disk(*_: Any) -> Any:
@@ -929,6 +994,183 @@ def test_a_rank_whose_file_never_comes_is_named_when_the_time_is_up(
     assert saved_steps(tmp_path) == []
 
 
+@pytest.mark.parametrize("dead", [0, 1, 2])
+@pytest.mark.parametrize("abandoned", [False, True])
+def test_a_rank_that_died_is_named_long_before_the_time_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead: int, abandoned: bool
+) -> None:
+    monkeypatch.setattr(store_module, "SILENT_SECONDS", 1000.0 if abandoned else 2.5)
+    monkeypatch.setattr(store_module, "SILENT_SECONDS_ABANDONED", 2.5 if abandoned else 1000.0)
+
+    def rank(comm: Any) -> str:
+        model, opt = make(comm)
+        if comm.rank == dead:  # its thread does nothing, as that of a process which was killed
+            monkeypatch.setattr(saving_module.SaveHandle, "_write", lambda *_: None)
+        handle = save_async(tmp_path, model, opt, timeout=1000)
+        if abandoned:
+            with pytest.raises((ZeroDivisionError, NcclError)), model.microbatch():
+                if comm.rank == dead:
+                    raise ZeroDivisionError
+                for unit in model:
+                    with unit.forward():
+                        pass
+                for unit in reversed(model):
+                    with unit.backward():
+                        pass
+        if comm.rank == dead:
+            comm.all_gather_object(None)
+            return f"rank {dead} has given no sign of life for 2.5 s"
+        with pytest.raises(CheckpointError) as caught:
+            handle.wait()
+        comm.all_gather_object(None)
+        return str(caught.value)
+
+    for told in run_ranks(3, rank, library="host"):
+        assert told.startswith(f"rank {dead} has given no sign of life for 2.5 s")
+    assert saved_steps(tmp_path) == []
+
+
+def test_a_rank_that_is_slow_but_alive_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "SILENT_SECONDS", 2.5)
+
+    def rank(comm: Any) -> None:
+        model, opt = make(comm)
+        gate, looks = threading.Event(), [0]
+        if comm.rank == 1:
+            monkeypatch.setattr(saving_module, "write_tensors", held(saving_module.write_tensors, gate))
+        else:
+            original = store_module.FileMeeting._look
+
+            def counting(meeting: Any, ranks: set[int]) -> None:
+                original(meeting, ranks)
+                looks[0] += 1
+                if looks[0] > 1 and time.monotonic() - began > 4:
+                    gate.set()
+
+            monkeypatch.setattr(store_module.FileMeeting, "_look", counting)
+        began = time.monotonic()
+        handle = save_async(tmp_path, model, opt)
+        if comm.rank == 0:
+            assert gate.wait(60)  # it has looked for longer than a silent rank would have had
+        comm.all_gather_object(None)
+        gate.set()
+        handle.wait()
+
+    run_ranks(2, rank, library="host")
+    assert saved_steps(tmp_path) == [0]
+
+
+def test_a_process_whose_peer_was_killed_while_saving_ends_in_bounded_time(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING_UNTIL_A_RANK_DIES)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    common |= {"MASTER_PORT": str(port), "PYNCCL_LIBRARY": "host"}
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path / "c")],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert jobs[1].wait(60) == -signal.SIGKILL
+        _, said = jobs[0].communicate(timeout=30)  # the interpreter waits for the save's thread
+        assert jobs[0].returncode == 1 and "RemoteError" in said
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+    assert saved_steps(tmp_path / "c") == []
+
+
+TRAINING_UNTIL_A_RANK_DIES = """
+import os, sys, threading
+import numpy as np
+import pynccl
+from sharding import AdamW, fully_shard, save_async, saving
+
+comm = pynccl.init()
+model = fully_shard({"w": np.ones(8)}, comm)
+opt = AdamW(model)
+if comm.rank == 1:
+    saving.write_tensors = lambda *_: os.kill(os.getpid(), 9)
+save_async(sys.argv[1], model, opt)
+while True:
+    with model.microbatch():
+        for unit in model:
+            with unit.forward():
+                pass
+        for unit in reversed(model):
+            with unit.backward():
+                pass
+    opt.step()
+    model.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("victim, function", [(0, "write_tensors"), (1, "write_tensors"), (0, "publish")])
+def test_an_asynchronous_save_that_failed_leaves_no_large_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, function: str
+) -> None:
+    def rank(comm: Any) -> None:
+        model, opt = make(comm)
+        if comm.rank == victim:
+            if function == "write_tensors":
+                write = saving_module.write_tensors
+                monkeypatch.setattr(saving_module, function, lambda *a: (write(*a), full_disk())[1])
+            else:
+                monkeypatch.setattr(store_module.Place, function, full_disk)
+        handle = save_async(tmp_path, model, opt, timeout=60)
+        with pytest.raises((OSError, CheckpointError), match="no space left"):
+            handle.wait()
+
+    run_ranks(3, rank, library="host")
+    assert not list(tmp_path.glob("**/*.safetensors"))
+
+
+def test_a_load_waits_for_the_asynchronous_save_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rank(comm: Any) -> tuple[int, int]:
+        model, opt = make(comm)
+        save(tmp_path, model, opt, step=1)
+        gate = threading.Event()
+        monkeypatch.setattr(saving_module, "write_tensors", held(saving_module.write_tensors, gate))
+        save_async(tmp_path, model, opt, step=2)
+        join = threading.Thread.join
+
+        def opening(thread: threading.Thread, timeout: float | None = None) -> None:
+            gate.set()
+            join(thread, timeout)
+
+        monkeypatch.setattr(threading.Thread, "join", opening)
+        other, _ = make(comm)
+        return load(tmp_path, other).step, load(tmp_path, model).step
+
+    assert run_ranks(2, rank, library="host") == [(2, 2)] * 2
+
+
+def test_a_load_tells_of_an_asynchronous_save_that_failed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rank(comm: Any) -> int:
+        model, opt = make(comm)
+        save(tmp_path, model, opt, step=1)
+        if comm.rank == 0:
+            monkeypatch.setattr(store_module.Place, "publish", full_disk)
+        save_async(tmp_path, model, opt, step=2)
+        with pytest.raises(CheckpointError, match="step 2 failed: .*no space left.*nothing was loaded"):
+            load(tmp_path, model, opt)
+        return load(tmp_path, model, opt).step
+
+    assert run_ranks(2, rank, library="host") == [1, 1]
+
+
 # --- the whole model: full_state_dict and exports -----------------------------------------------------------
 
 
@@ -1070,6 +1312,37 @@ def test_an_export_that_fails_on_rank_0_fails_on_all_and_leaves_the_earlier_one(
     run_ranks(3, rank, library="host")
     assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"]
     assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "names, keywords, error, message",
+    [
+        (["w", "__metadata__"], {}, ValueError, "named '__metadata__'.*rename the parameter"),
+        (["w"], {"metadata": {"epoch": 3}}, TypeError, "'epoch', 3.* 3 is a int"),
+        (["w"], {"metadata": {1: "x"}}, TypeError, "1 is a int"),
+        (["w"], {"metadata": {"by": "\ud800"}}, ValueError, r"by.*\\ud800.*UTF-8"),
+    ],
+)
+def test_what_the_format_cannot_say_is_an_error_on_all_ranks_before_anything_is_written(
+    tmp_path: Path, names: list[str], keywords: Any, error: type[Exception], message: str
+) -> None:
+    def rank(comm: Any) -> None:
+        model = fully_shard({name: np.ones(4) for name in names}, comm)
+        with pytest.raises(error, match=message):
+            export_safetensors(model, tmp_path, **keywords)
+        save(tmp_path / "c", model, step=0)  # there the names are others
+        load(tmp_path / "c", model)
+
+    run_ranks(2, rank, library="host")
+    assert [each.name for each in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_name_that_no_file_can_hold_is_refused_at_the_start() -> None:
+    def rank(comm: Any) -> None:
+        with pytest.raises(ValueError, match=r"parameter '\\ud800' has a name that no file can hold"):
+            fully_shard({"w": np.ones(4), "\ud800": np.ones(4)}, comm)
+
+    run_ranks(2, rank, library="host")
 
 
 def test_no_rank_holds_more_than_a_flat_group_while_exporting(
