@@ -87,26 +87,26 @@ class Ring:
     def __init__(self, kind: str, size: int, bytes_: int, runtime: Any, counters: Counters) -> None:
         self.kind, self.size, self.bytes = kind, size, bytes_
         self._runtime, self._counters = runtime, counters
+        self._all: list[Slot] = []
         self._free: list[Slot] = []
-        self._made = 0
 
     @property
     def available(self) -> int:
         """How many slots can be taken now."""
-        return len(self._free) + self.size - self._made
+        return len(self._free) + self.size - len(self._all)
 
     @property
     def bytes_made(self) -> int:
         """Bytes of memory in use or kept for use."""
-        return self._made * self.bytes
+        return len(self._all) * self.bytes
 
     def take(self) -> Slot:
         """A free slot. RuntimeError when there is none: the caller must release one first."""
         if self._free:
             slot = self._free.pop(0)
-        elif self._made < self.size:
+        elif len(self._all) < self.size:
             slot = Slot(self._runtime.empty(self.bytes, np.dtype("uint8")))
-            self._made += 1
+            self._all.append(slot)
         else:
             raise RuntimeError(
                 f"all {self.size} full {self.kind} buffers are in use; close the context of a unit before "
@@ -119,6 +119,11 @@ class Ring:
         """Return a slot: what the caller does next may overwrite it."""
         self._free.append(slot)
         self._count(-1)
+
+    def reset(self) -> None:
+        """Every slot is free again, whoever had it: after a failure, when nothing reads or writes them."""
+        self._count(len(self._free) - len(self._all))
+        self._free = list(self._all)
 
     def _count(self, change: int) -> None:
         live = f"live_{self.kind}_buffers"

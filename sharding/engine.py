@@ -7,6 +7,7 @@ It holds what the parts share and hands each thing to the part that owns it: the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -49,17 +50,25 @@ class ShardedModel:
         self.names, self.homes, self.owners = setup.names, setup.homes, setup.owners
         self.mappings = setup.mappings
         self.counters = Counters()
-        self.unscaled = False
-        """A loss scale has divided the gradients of this step, or found them not finite."""
+        self.unscaled: bool | None = None
+        """Whether a loss scale found all gradients of this step finite. None: none has looked."""
         self.accumulating = False
         """Gradients have been started and no step has used them."""
         self._complete = False
         """The last microbatch of a step is done."""
+        self._used = False
+        """An optimizer has used these gradients."""
+        self.wrote = False
+        """A unit's backward was opened on this rank since `zero_grad`."""
+        self._steps = 0
+        """Steps since the start or a load: equal on all ranks, or training ends."""
         self._broken: str | None = None
+        self._cleared = True
+        """Nothing is left of what broke."""
         self._closed = False
         self.events = Events(runtime)
-        self.relayout_listeners: list[Callable[..., None]] = []
-        self._norm: tuple[float, float] | None = None
+        self.relayout_listeners: list[Callable[[], Callable[[Any], None] | None]] = []
+        """Weak: gives None once the optimizer is gone."""
         self.walk = Walk(self)
         self.units: list[Unit] = []
         self.root: Unit | None = None
@@ -80,6 +89,10 @@ class ShardedModel:
     def _index_names(self) -> None:
         self._entries = {e.name: (unit, index, e) for unit, index, e in self.layout.parameters()}
         self._unit_layouts = {unit.name: unit for unit in self.layout.units}
+
+    def __repr__(self) -> str:
+        ranks = f"{self.strategy.name} over {self.size} {'rank' if self.size == 1 else 'ranks'}"
+        return f"<ShardedModel of {len(self.all_units)} units, {self.layout.numel} parameters, {ranks}>"
 
     # --- what it is -----------------------------------------------------------------------------------------
 
@@ -167,7 +180,7 @@ class ShardedModel:
         Raises PhaseError inside another, and after the last one of a step until `zero_grad()`.
         """
         self.require_usable("microbatch()")
-        self._check_resharded("microbatch()")
+        self.check_resharded("microbatch()")
         if self._complete:
             raise PhaseError(
                 "microbatch(): the gradients of the last step are still there; call zero_grad() after the "
@@ -177,16 +190,17 @@ class ShardedModel:
             raise ValueError(
                 "microbatch(last=True, sync=False): the last microbatch of a step must reduce; pass sync=True"
             )
-        self.accumulating, self._norm = True, None
+        self.accumulating = True
         with self.walk.run(forward_only=False, sync=sync and (last or self.reduces_each)):
             yield self
         self._complete = last
+        self.wrote |= self.walk.wrote
 
     @contextmanager
     def evaluate(self) -> Iterator[ShardedModel]:
         """A forward pass alone: no gradients, no change of any state. Between microbatches."""
         self.require_usable("evaluate()")
-        self._check_resharded("evaluate()")
+        self.check_resharded("evaluate()")
         with self.walk.run(forward_only=True, sync=False):
             yield self
 
@@ -196,13 +210,19 @@ class ShardedModel:
         The communicators are aborted, so that the others do not wait for a rank that has left; gradients are
         void until `zero_grad`.
         """
+        self.walk.abandon()
         if self._broken is None:
-            self._broken = f"{type(error).__name__} ended what all ranks do together"
+            self._broken, self._cleared = f"{type(error).__name__} ended what all ranks do together", False
+        self._clear()
+
+    def _clear(self) -> None:
+        """Let go of everything, once; an interrupt may end this, and then it is done again."""
+        if not self._cleared:
             self.mesh.abort()
             self.runtime.abandon()
             self.reducer.abandon()
             self.gatherer.abandon()
-        self.walk.abandon()
+            self._cleared = True
 
     @contextmanager
     def ending_all_ranks(self) -> Iterator[None]:
@@ -218,7 +238,7 @@ class ShardedModel:
     def updated(self) -> None:
         """`Shard.data` has changed (a step, a load): refresh what is gathered, forget what was whole."""
         self.require_resting("updated()")
-        self._check_resharded("updated()")
+        self.check_resharded("updated()")
         for shard in self.shards:
             if shard.source is not shard.data:
                 cast_into(shard.source, shard.data)
@@ -226,25 +246,52 @@ class ShardedModel:
 
     def stepped(self) -> None:
         """An optimizer has used the gradients."""
+        self.accumulating, self._used = False, True
+        self._steps += 1
+        self.updated()
+
+    def skipped(self) -> None:
+        """The gradients are not to be used: the step is over without one."""
         self.accumulating = False
+
+    def loaded(self) -> None:
+        """All weights are those of a checkpoint, on every rank. Collective if `zero_grad` is."""
+        self._steps = 0
+        self.zero_grad()
         self.updated()
 
     def zero_grad(self) -> None:
         """Forget the gradients: the next microbatch starts a new sum.
 
         After an exception left a microbatch, this is collective, and waits until every rank has come here.
+        Raises PhaseError, on every rank, if the exception came so late that some ranks have made a step that
+        others have not: then only loading a checkpoint makes them one model again.
         """
         self.require_resting("zero_grad()")
         if self._broken is not None:
+            self._clear()
             self.mesh.connect()
+            self._compare_steps()
         self.reducer.forget()
-        self._broken, self._norm = None, None
-        self.accumulating = self._complete = self.unscaled = False
+        self._broken = None
+        self.accumulating = self._complete = self._used = self.wrote = False
+        self.unscaled = None
+
+    def _compare_steps(self) -> None:
+        steps = self.comm.all_gather_object(self._steps)
+        for rank, theirs in enumerate(steps):
+            if theirs != steps[0]:
+                self.mesh.abort()
+                raise PhaseError(
+                    f"zero_grad(): rank 0 has made {steps[0]} steps and rank {rank} {theirs}: the exception "
+                    "came after the last gradients were reduced, and their weights differ now; load the last "
+                    "checkpoint on every rank"
+                )
 
     def check_step(self, call: str) -> None:
         """PhaseError unless complete gradients are there to be used."""
         self.require_usable(call)
-        self._check_resharded(call)
+        self.check_resharded(call)
         if not self._complete:
             what = (
                 "the gradients of this step are not complete; open the last microbatch with last=True"
@@ -252,6 +299,19 @@ class ShardedModel:
                 else "nothing has been accumulated since zero_grad(); run a microbatch first"
             )
             raise PhaseError(f"{call}: {what}")
+        if self.size == 1 and not self.wrote and self.layout.numel:
+            raise PhaseError(
+                f"{call}: no unit's backward() was opened since zero_grad(), so all gradients are zero; run "
+                "the backward pass; a forward pass alone belongs in evaluate()"
+            )
+
+    def check_unused(self, call: str) -> None:
+        """PhaseError if a step has used these gradients already."""
+        if self._used:
+            raise PhaseError(
+                f"{call}: a step has used these gradients already; call zero_grad() and run a microbatch "
+                "first"
+            )
 
     def grad_norm(self, p: float = 2.0) -> float:
         """The p-norm of all gradients, over all ranks and parameters.
@@ -291,8 +351,12 @@ class ShardedModel:
         return freeze.set_trainable(self, patterns, True)
 
     def on_relayout(self, callback: Callable[[Any], None]) -> None:
-        """`callback(relayout)` after freeze and unfreeze; `relayout.move` moves arrays like `Shard.data`."""
-        self.relayout_listeners.append(callback)
+        """`callback(relayout)` after freeze and unfreeze; `relayout.move` moves arrays like `Shard.data`.
+
+        Of a bound method the object is not kept alive: it is called as long as somebody else holds it.
+        """
+        bound = hasattr(callback, "__self__")
+        self.relayout_listeners.append(weakref.WeakMethod(callback) if bound else lambda: callback)
 
     def take_layout(self, layout: Layout, made: Mapping[str, tuple[Any, ...]]) -> None:
         """Another layout of the same units; `made` (from build.make_shards) has the units that changed."""
@@ -309,7 +373,10 @@ class ShardedModel:
     # --- the whole model ------------------------------------------------------------------------------------
 
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
-        """name -> full NumPy array of every parameter, on all ranks or on rank 0: see `sharding.export`."""
+        """name -> full NumPy array of every parameter, on all ranks or on rank 0: see `sharding.export`.
+
+        Collective; all ranks call it, also with `rank0_only`.
+        """
         from .export import full_state_dict  # here: it stands on the engine
 
         return full_state_dict(self, rank0_only)
@@ -328,7 +395,8 @@ class ShardedModel:
         if self._broken:
             raise PhaseError(f"{call}: {self._broken}; call zero_grad() on every rank, and redo the step")
 
-    def _check_resharded(self, call: str) -> None:
+    def check_resharded(self, call: str) -> None:
+        """PhaseError while a unit is unsharded by hand."""
         for unit in self.all_units:
             if unit.weights is not None:
                 raise PhaseError(f"{call}: unit {unit.name!r} is unsharded; call its reshard() first")

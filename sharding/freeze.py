@@ -55,8 +55,11 @@ class Relayout:
 
     def tell(self) -> None:
         """Call everybody who asked with `ShardedModel.on_relayout`."""
-        for listener in self.model.relayout_listeners:
-            listener(self)
+        listeners = self.model.relayout_listeners
+        listeners[:] = [each for each in listeners if each() is not None]
+        for each in list(listeners):
+            if (listener := each()) is not None:
+                listener(self)
 
     def _move_unit(self, before: UnitLayout, after: UnitLayout, given: Mapping[int, Any]) -> dict[Key, Any]:
         whole: dict[str, Any] = {}
@@ -90,6 +93,7 @@ def set_trainable(model: ShardedModel, patterns: Sequence[str], trainable: bool)
     error: Exception | None = None
     try:
         model.require_usable(call)
+        model.check_resharded(call)
         if model.accumulating:
             raise PhaseError(
                 f"{call} in the middle of a step: its gradients would be lost; call it after the optimizer's "

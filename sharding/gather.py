@@ -7,12 +7,14 @@ backward may gather from fewer ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .buffers import Ring, poison, slot_bytes
 from .precision import cast_into
+from .runtime import naming
 from .unit import Unit, Weights, padded_shapes
 
 if TYPE_CHECKING:
@@ -43,6 +45,11 @@ class Gatherer:
     def bytes_made(self) -> int:
         """Bytes of the buffers that were needed so far, besides weights that stay."""
         return self._ring.bytes_made
+
+    def has_room(self, units: Sequence[Unit]) -> bool:
+        """Whether all of these can be whole at once, beside what is now."""
+        needed = sum(unit.weights is None and unit.kept_weights is None for unit in units)
+        return needed <= self._ring.available
 
     def start(self, unit: Unit) -> None:
         """Start to make a unit's weights whole; nothing to do if they are, or are about to be."""
@@ -92,7 +99,8 @@ class Gatherer:
         if weights is None or weights.ready:
             return
         begin = self.model.now()
-        self.model.runtime.wait(weights.mark)
+        with naming(f"gathering the weights of unit {unit.name!r} ({self.model.phase.lower()})"):
+            self.model.runtime.wait(weights.mark)
         for full, computed in zip(weights.gathered, weights.computed, strict=True):
             if computed is not full:
                 cast_into(computed, full)
@@ -132,9 +140,8 @@ class Gatherer:
     def abandon(self) -> None:
         """After a failure, with the streams idle: what was gathered, or was being gathered, is void."""
         for unit in self.model.all_units:
-            if unit.weights is not None and unit.weights.slot is not None:
-                self._ring.give(unit.weights.slot)
             unit.weights = None
+        self._ring.reset()
         self.changed()
 
     def changed(self) -> None:

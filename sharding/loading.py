@@ -50,6 +50,7 @@ def load(
     step: int | None = None,
     *,
     rng: Generators = None,
+    hyper: bool = True,
 ) -> Loaded:
     """Load the newest complete checkpoint in `folder`, or that of `step`. Collective; returns what it holds
     beside arrays. It first waits for an asynchronous save that is in flight.
@@ -61,6 +62,8 @@ def load(
 
     opt
         Gets its state, step and hyper-parameters back. None: parameters alone.
+    hyper
+        False: go on with this optimizer's own hyper-parameters instead of those that were saved.
     rng
         This rank's numpy.random.Generator, or a dict of them, set to what was saved; see `save`. On more
         ranks than saved, the further ones get streams of their own (or the common one, if all were equal).
@@ -83,7 +86,7 @@ def load(
         _verify(path, index, model.rank, model.size)
         if opt is not None:
             before = opt.describe()
-            opt.restore(index.optimizer)
+            opt.restore(index.optimizer, **({} if hyper else {"hyper": False}))
             restored = before
     except Exception as caught:
         error = _with_remedy(caught, root, chosen)
@@ -96,8 +99,7 @@ def load(
     try:
         _read(path, index, model, opt)
         restore_states(generators)
-        model.zero_grad()
-        model.updated()
+        model.loaded()
     except Exception as caught:
         error = CheckpointError(
             f"{path} could not be read to the end ({caught}); the model is now in part what it was and in "
@@ -122,6 +124,7 @@ def _chosen_step(root: Path, model: ShardedModel, step: int | None) -> int:
     chosen = None
     try:
         model.require_resting("load()")
+        model.check_resharded("load()")
         if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
             raise TypeError(f"load: step={step!r}; expected a number, or None for the newest")
         settle(root, model, "and nothing was loaded now: call load again for the newest that is complete")

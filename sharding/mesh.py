@@ -50,7 +50,8 @@ class Mesh:
     def abort(self) -> None:
         """End them at once: the other ranks' calls fail, and say whose fault it was. `connect` may follow."""
         while self._made:
-            self._made.pop().abort()
+            self._made[-1].abort()  # twice, if an interrupt comes here: that is fine
+            self._made.pop()
 
 
 def mesh_shape(strategy: Any, mesh: tuple[int, int] | None, size: int) -> tuple[int, int]:

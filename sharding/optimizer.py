@@ -71,11 +71,21 @@ class Optimizer:
         offload: bool = False,
         **hyper: Any,
     ) -> None:
+        if not hasattr(model, "shards"):
+            raise TypeError(
+                f"{rule.kind}: model is a {type(model).__name__}; pass the model from "
+                "fully_shard(params, comm)"
+            )
         self.model, self.rule = model, rule
         self.steps = 0
         """Steps done; skipped ones do not count."""
         self.stochastic_rounding = stochastic_rounding
         self._shards = [shard for shard in model.shards if shard.trainable]
+        if not self._shards:
+            raise ValueError(
+                f"{rule.kind}: nothing in the model is trainable: all its parameters are frozen, or "
+                "integers; unfreeze() some first"
+            )
         _check_dtypes(rule.kind, self._shards, stochastic_rounding)
         self._given = {"lr": lr, **hyper}, groups
         hypers = by_name(model.layout, rule, *self._given, rule.kind)
@@ -123,13 +133,14 @@ class Optimizer:
         """Update the weights by the gradients of this step; True, or False if the step was skipped.
 
         `check_finite`: skip, on all ranks together, if any gradient on any rank is infinite or NaN (this
-        takes `model.grad_norm(2)`: one pass and one all-reduce, unless it is known already). A skipped step
-        changes nothing.
+        takes `model.grad_norm(2)`: one pass and one all-reduce). A skipped step changes nothing.
 
-        Raises PhaseError inside a microbatch, and while gradients are not there or not complete.
+        Raises PhaseError inside a microbatch, while gradients are not there or not complete, and if a step
+        has used them already.
         """
         model = self.model
         model.check_step("step()")
+        model.check_unused("step()")
         live = [shard for shard in self._shards if not shard.fresh]
         if not live and any(shard.group.numel for shard in self._shards):
             raise PhaseError(
@@ -138,7 +149,7 @@ class Optimizer:
             )
         numbers = self._numbers()
         if check_finite and not math.isfinite(model.grad_norm(2.0)):
-            model.accumulating = False
+            model.skipped()
             return False
         for shard in live:
             start = model.now()
@@ -207,11 +218,17 @@ class Optimizer:
             split = self.stochastic_rounding is not None and _is_bfloat16(shard.data)
             self._segments[shard.key] = segments(shard.group, self.model.shard_rank, of, self._begun, split)
 
+    def __repr__(self) -> str:
+        lr = f"lr={self.lr:g}" if self.groups else "nothing to update"
+        return f"<{self.rule.kind} after {self.steps} steps: {lr}, {self.state_bytes} bytes of state>"
+
     # --- what it is -----------------------------------------------------------------------------------------
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next step, of the first of `groups`."""
+        """The learning rate of the next step, of the first of `groups`. ValueError if all is frozen now."""
+        if not self.groups:
+            raise ValueError(f"{self.rule.kind}: all parameters are frozen, so there is no learning rate")
         return float(self.groups[0].now(self.steps)["lr"])
 
     def hyper(self, name: str) -> dict[str, Any]:
@@ -248,7 +265,8 @@ class Optimizer:
         """Continue from `describe()`: the step count and, unless `hyper=False`, each name's hyper-parameters.
 
         Learning rates that were schedules are functions, which no file holds: give the same schedule to the
-        new optimizer, and it goes on at the right step. Where the new optimizer has a schedule it is kept.
+        new optimizer, and it goes on at the right step. A number that was saved comes
+        back, also where the new optimizer has a schedule.
         Parameters that the saved optimizer did not update (frozen then) keep their new hyper-parameters and
         start at step 1.
 
@@ -281,9 +299,9 @@ class Optimizer:
 
 def _restored(name: str, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()}
-    if callable(mine["lr"]):
-        return {**mine, **found, "lr": mine["lr"]}
     if isinstance(saved["lr"], Mapping):
+        if callable(mine["lr"]):
+            return {**mine, **found, "lr": mine["lr"]}
         raise ValueError(
             f"restore: {name!r} was saved with the learning rate schedule {saved['lr']['schedule']}, and "
             "this optimizer has "

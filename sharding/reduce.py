@@ -11,7 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from .buffers import Counters, Ring, Slot, poison, slot_bytes
+from .runtime import naming
 from .unit import Shard, Unit, padded_shapes, views_of
 
 if TYPE_CHECKING:
@@ -102,6 +105,10 @@ class Reducer:
                 views = views_of(shard.group, flat)
                 if owner in views:
                     views[owner][...] += array
+        if self.model.debug:
+            for array in (unit.grads or {}).values():
+                if isinstance(array, np.ndarray):
+                    array.flags.writeable = False  # what is written after the context would be lost
         unit.grads, unit.added_grads = None, {}
 
     def finish(self, unit: Unit, sync: bool) -> None:
@@ -188,7 +195,8 @@ class Reducer:
 
     def _retire(self, pending: _Pending) -> None:
         start = self.model.now()
-        self.model.runtime.wait(pending.mark)
+        with naming(f"reducing the gradients of unit {pending.unit.name!r} ({self.model.phase.lower()})"):
+            self.model.runtime.wait(pending.mark)
         for shard, part in pending.sums:
             shard.grad += part
         if pending.slot is not None:
@@ -207,13 +215,10 @@ class Reducer:
 
     def abandon(self) -> None:
         """Let go of everything after a failure; the streams are idle."""
-        for pending in self._pending:
-            if pending.slot is not None:
-                self._ring_of(pending.unit).give(pending.slot)
         self._pending.clear()
+        self._ring.reset()
+        self._root_ring.reset()
         for unit in self.model.all_units:
-            if unit.grad_slot is not None:
-                self._ring_of(unit).give(unit.grad_slot)
             unit.grad_slot, unit.grads, unit.added_grads = None, None, {}
 
     def forget(self) -> None:

@@ -10,12 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-__all__ = ["CudaRuntime", "HostRuntime", "runtime_for"]
+__all__ = ["CudaRuntime", "HostRuntime", "naming", "runtime_for"]
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Around a wait: an error of a stream, which knows only its calls, says what the engine was doing."""
+    try:
+        yield
+    except Exception as error:
+        if error.args and isinstance(error.args[0], str):
+            error.args = (f"{what}: {error.args[0]}", *error.args[1:])
+        raise
 
 
 class HostRuntime:

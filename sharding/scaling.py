@@ -34,19 +34,18 @@ class StaticLossScale:
         """What to multiply the loss by."""
         self.skipped = 0
         """Steps skipped so far."""
-        self._finite = True
 
     def unscale(self, model: ShardedModel) -> bool:
         """Divide the model's gradients by the scale, in place; False if any gradient on any rank is not
         finite.
 
         Then they are left as they are, and `step` will skip. All ranks decide together, by the gradients'
-        2-norm (one all-reduce), which is kept: `clip_grad_norm(p=2)` does not compute it again. Once a step.
+        2-norm (one all-reduce). Once a step, and one scale for each model.
 
         TypeError for gradients that are reduced in float16: divided there, small ones would vanish after all.
         """
         model.check_step("unscale()")
-        if model.unscaled:
+        if model.unscaled is not None:
             raise RuntimeError("unscale: the gradients of this step are unscaled already; call step() next")
         for shard in model.shards:
             if shard.trainable and shard.grad.dtype == "float16" and self.scale != 1:
@@ -56,14 +55,13 @@ class StaticLossScale:
                     "again; reduce in float32: MixedPrecision(reduce=None) or reduce='float32'"
                 )
         norm = model.grad_norm(2.0)
-        self._finite = math.isfinite(norm)
-        if self._finite and self.scale != 1:
+        finite = math.isfinite(norm)
+        if finite and self.scale != 1:
             for shard in model.shards:
                 if shard.trainable and not shard.fresh:
                     shard.grad *= shard.grad.dtype.type(1 / self.scale)
-            model._norm = (2.0, norm / self.scale)
-        model.unscaled = True
-        return self._finite
+        model.unscaled = finite
+        return finite
 
     def step(self, optimizer: Optimizer) -> bool:
         """Unscale (if that was not done), then the optimizer's step, or none on any rank if a gradient is not
@@ -73,16 +71,14 @@ class StaticLossScale:
         `zero_grad` and go on.
         """
         model = optimizer.model
-        if not model.unscaled:
-            self.unscale(model)
-        if self._finite:
+        finite = self.unscale(model) if model.unscaled is None else model.unscaled
+        if finite:
             optimizer.step()
         else:
-            model.accumulating = False
-        if not self._finite:
+            model.skipped()
             self.skipped += 1
-        self._adapt(self._finite)
-        return self._finite
+        self._adapt(finite)
+        return finite
 
     def _adapt(self, finite: bool) -> None:
         """The scale of the next step."""

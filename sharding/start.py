@@ -258,7 +258,7 @@ def _place(
         unit_of, order = assign([spec.name for spec in specs], units.units(specs))
         unit_of.update({alias: unit_of[owner] for alias, owner in owners.items()})
     else:
-        unit_of, order = assign(names, units)
+        unit_of, order = assign(names, [units] if isinstance(units, str) else units)
     shown = {unit: tuple(name for name in names if unit_of[name] == unit) for unit in order}
     homes = dict(unit_of)
     shared = {owner for alias, owner in owners.items() if unit_of[alias] != unit_of[owner]}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["common_prefix", "fill", "flatten", "mapping_paths", "nest", "rebuild"]
+__all__ = ["common_prefix", "fill", "flatten", "mapping_paths", "nest", "rebuild", "replaced"]
 
 Tree = Any
 
@@ -93,6 +93,25 @@ def _lists(level: Any, path: str, mappings: frozenset[str]) -> Any:
     if path not in mappings and list(done) == [str(i) for i in range(len(done))]:
         return list(done.values())
     return done
+
+
+def replaced(skeleton: Tree, tree: Tree, leaves: Mapping[str, Any], path: str) -> str | None:
+    """Where `tree` (from `fill`, and then in a user's hands) has another object than `leaves` say: `g['w']`.
+
+    None: every leaf is what it was. A bare leaf has no place in which it could be replaced.
+    """
+    if isinstance(skeleton, (dict, list)):
+        keys = skeleton if isinstance(skeleton, dict) else range(len(skeleton))
+        for key in keys:
+            here = f"{path}[{key!r}]"
+            try:
+                below = tree[key]
+            except (KeyError, IndexError):
+                return here
+            if (found := replaced(skeleton[key], below, leaves, here)) is not None:
+                return found
+        return None
+    return None if tree is leaves[skeleton] else path
 
 
 def fill(skeleton: Tree, leaves: Mapping[str, Any]) -> Tree:

@@ -17,7 +17,8 @@ import numpy as np
 from .buffers import Slot
 from .layout import FlatGroup, UnitLayout
 from .policy import Dtypes
-from .tree import common_prefix, fill, nest
+from .tree import common_prefix, fill, nest, replaced
+from .walk import PhaseError
 
 if TYPE_CHECKING:
     from .engine import ShardedModel
@@ -73,7 +74,7 @@ class Weights:
     """`computed` by name: made once, for the buffers persist."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Unit:
     """One unit of a ShardedModel."""
 
@@ -123,6 +124,10 @@ class Unit:
         self._skeleton = nest(list(self.shown), prefix, mappings) if self.shown else {}
         self._grad_skeleton = nest(trainable, prefix, mappings) if trainable else {}
 
+    def __repr__(self) -> str:
+        size = sum(shard.group.numel for shard in self.shards)
+        return f"<Unit {self.name!r}: {len(self.shown)} parameters, {size} elements>"
+
     @property
     def name(self) -> str:
         """The unit's name: `blocks.3`."""
@@ -152,17 +157,24 @@ class Unit:
         Units are opened in declared order; opening a later one first lets the skipped ones take part in
         what the other ranks do. The root unit may be opened at any time, also inside others.
 
-        Raises PhaseError out of order or outside of a microbatch.
+        Raises PhaseError out of order or outside of a microbatch, ValueError if an array of the tree was
+        replaced by another.
         """
         model = self.model
         model.walk.open_forward(self)
-        weights = fill(self._skeleton, self.weight_views())
+        views = self.weight_views()
+        weights = fill(self._skeleton, views)
         start = model.now()
         try:
             yield weights
         finally:
             model.event("compute", self.name, start, "forward")
             model.walk.close_forward(self)
+        if (where := replaced(self._skeleton, weights, views, "w")) is not None:
+            raise ValueError(
+                f"{self.name}.forward(): {where} was replaced, which changes nothing; weights change through "
+                "the optimizer"
+            )
 
     @contextmanager
     def backward(self, zero: bool = True) -> Iterator[tuple[Any, Any]]:
@@ -171,15 +183,21 @@ class Unit:
         The gradients are a tree of arrays (reduce dtype), zero at the start: write or add this rank's. With
         `zero=False` they start undefined, which saves a pass over memory when every element is written.
 
-        Raises PhaseError out of order, before any forward, or outside of a microbatch.
+        Raises PhaseError out of order, before any forward, or outside of a microbatch, ValueError if an array
+        of the gradients' tree was replaced by another instead of being written into.
         """
         model = self.model
         model.walk.open_backward(self, zero)
         weights = fill(self._skeleton, self.weight_views())
-        gradients = fill(self._grad_skeleton, self.gradient_views())
+        views = self.gradient_views()
+        gradients = fill(self._grad_skeleton, views)
         start = model.now()
         try:
             yield weights, gradients
+            if (where := replaced(self._grad_skeleton, gradients, views, "g")) is not None:
+                raise ValueError(
+                    f"{self.name}.backward(): {where} was replaced; write into it: {where}[...] = or +="
+                )
         except BaseException as error:
             model.abandon(error)
             raise
@@ -194,6 +212,11 @@ class Unit:
         """
         model, call = self.model, f"{self.name}.unshard()"
         model.require_usable(call)
+        if not model.gatherer.has_room(self._homes()):
+            raise PhaseError(
+                f"{call}: two units are unsharded already, and there is room for no more; call reshard() of "
+                "one first, or take full_state_dict(); with reshard_after_forward=False all units have room"
+            )
         with model.ending_all_ranks():
             for unit in self._homes():
                 model.gatherer.start(unit)

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .unit import Unit
-
 if TYPE_CHECKING:
     from .engine import ShardedModel
+    from .unit import Unit
 
 __all__ = ["BACKWARD", "FORWARD", "RESTING", "PhaseError", "Walk"]
 
@@ -35,6 +34,10 @@ class Walk:
         self._next = 0
         """The position of the unit that comes next."""
         self._open: Unit | None = None
+        self._last: Unit | None = None
+        """The unit that was opened last in this microbatch."""
+        self.wrote = False
+        """A unit's backward was opened in this microbatch."""
         self._forward_only = False
         self._sync = True
         self.memo: dict[str, Any] = {}
@@ -49,6 +52,7 @@ class Walk:
     def run(self, *, forward_only: bool, sync: bool) -> Iterator[None]:
         """One microbatch. What the user leaves out is made up for; an exception ends it on all ranks."""
         self._forward_only, self._sync = forward_only, sync
+        self._last, self.wrote = None, False
         self.memo.clear()
         try:
             self._enter_forward()
@@ -161,7 +165,7 @@ class Walk:
                 )
             self._pass_to(unit.position)
             self._advance()
-            self._open = unit
+            self._open = self._last = unit
         self.model.gatherer.ready(unit)
 
     def close_forward(self, unit: Unit) -> None:
@@ -188,10 +192,11 @@ class Walk:
             )
         if self.phase == FORWARD:
             self._enter_backward()
+        self.wrote = True
         if not unit.kept:
             self._pass_to(unit.position)
             self._advance()
-            self._open = unit
+            self._open = self._last = unit
             self.model.reducer.begin(unit, zero)
         self.model.reducer.open(unit)
         self.model.gatherer.ready(unit)
@@ -207,7 +212,10 @@ class Walk:
 
     def _expected(self) -> str:
         units = self.model.units
-        return f"unit {units[self._next].name!r}" if 0 <= self._next < len(units) else "no further unit"
+        after = f" after {self._last.name!r}" if self._last is not None else ""
+        return (
+            f"unit {units[self._next].name!r}" if 0 <= self._next < len(units) else "no further unit"
+        ) + after
 
     def _check_closed(self, call: str) -> None:
         if self._open is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from sharding_ranks import (  # type: ignore[import-not-found]
 )
 
 from pynccl.testing import run_ranks
-from sharding import SGD, AdamW, MixedPrecision, PhaseError, fully_shard
+from sharding import SGD, AdamW, MixedPrecision, PhaseError, cosine, fully_shard, load, save
 from sharding.buffers import Counters, Ring
 from sharding.layout import pieces
 from sharding.runtime import HostRuntime
@@ -463,6 +464,252 @@ def test_an_interrupt_ends_a_microbatch_like_an_exception() -> None:
     run_threads(2, rank)
 
 
+class FailingComm:
+    """Of an engine's communicator: `left[0]` more calls, then each fails as when another rank has left."""
+
+    def __init__(self, comm: Any, left: list[int]) -> None:
+        self._comm, self._left = comm, left
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._comm, name)
+        if name not in ("all_gather", "reduce_scatter", "all_reduce"):
+            return found
+
+        def call(*args: Any, **kinds: Any) -> Any:
+            self._left[0] -= 1
+            if self._left[0] < 0:
+                raise LeftError("failed on purpose")
+            return found(*args, **kinds)
+
+        return call
+
+
+@pytest.mark.parametrize("debug", (False, True))
+@pytest.mark.parametrize(
+    "way", ("full_shard", "full_shard, no prefetch", "full_shard, halves kept", "hybrid_shard")
+)
+def test_a_failure_at_any_collective_loses_no_buffer(way: str, debug: bool) -> None:
+    def rank(comm: FakeComm) -> None:
+        params = {"root": np.zeros(16), **{name: np.zeros(size) for name, size in SIZES.items()}}
+        given = {**WAYS[way], "mesh": (1, 2)} if "mesh" in WAYS[way] else WAYS[way]
+        with fully_shard(params, comm, units=list(SIZES), debug=debug, **given) as model:
+            give(model, lambda name: 1.0)
+            done = sum(model.counters.calls().values())
+            model.zero_grad()
+            for calls in range(done):
+                left = [calls]
+                for name in ("gather", "reduce", "replicas", "parts"):
+                    if getattr(model.mesh, name) is not None:
+                        setattr(model.mesh, name, FailingComm(getattr(model.mesh, name), left))
+                with pytest.raises(LeftError):
+                    give(model, lambda name: 1.0)
+                assert model.counters.live_grad_buffers == model.counters.live_weight_buffers == 0
+                model.zero_grad()
+            give(model, lambda name: 1.0)
+            assert_shards(model, "grad", {name: np.ones(array.size) for name, array in params.items()})
+
+    run_threads(2, rank)
+
+
+def test_ranks_that_an_exception_left_at_different_steps_do_not_go_on(tmp_path: Any) -> None:
+    """One raises after the last reduction: the other has its gradients, and makes the step alone."""
+
+    def rank(comm: FakeComm) -> None:
+        with abc(comm) as model:
+            opt = SGD(model, lr=1.0)
+            give(model, lambda name: 1.0)
+            opt.step()
+            model.zero_grad()
+            save(tmp_path, model, opt)
+            with pytest.raises(KeyError if comm.rank == 1 else LeftError):
+                with model.microbatch():
+                    for unit in model:
+                        with unit.forward():
+                            pass
+                    for unit in reversed(model):
+                        with unit.backward():
+                            pass
+                    if comm.rank == 1:
+                        raise KeyError
+                opt.step()
+                model.zero_grad()
+                give(model, lambda name: 1.0)
+            for _ in range(2):
+                with pytest.raises(PhaseError, match="rank 0 has made 2 steps and rank 1 1: .*load the last"):
+                    model.zero_grad()
+            load(tmp_path, model, opt)
+            assert opt.steps == 1
+            give(model, lambda name: 1.0)
+            assert opt.step()
+            assert_shards(model, "data", {name: np.full(size, -2.0) for name, size in SIZES.items()})
+
+    run_threads(2, rank)
+
+
+def test_an_interrupt_while_an_error_is_cleared_up_leaves_a_model_that_goes_on() -> None:
+    def rank(comm: FakeComm) -> None:
+        with abc(comm) as model:
+            plain, times = model.runtime.abandon, []
+
+            def abandon() -> None:
+                times.append(1)
+                if len(times) < 3:
+                    raise KeyboardInterrupt
+                plain()
+
+            model.runtime.abandon = abandon
+            with pytest.raises(KeyboardInterrupt):
+                with model.microbatch():
+                    with model["a"].forward():
+                        pass
+                    with model["c"].backward():
+                        raise KeyError
+            model.zero_grad()
+            assert len(times) == 3 and model.counters.live_grad_buffers == 0
+            walk(model, comm)
+
+    run_threads(2, rank)
+
+
+# --- arrays that were replaced ------------------------------------------------------------------------------
+
+
+def test_a_gradient_that_was_replaced_is_an_error_that_names_it() -> None:
+    def rank(comm: FakeComm) -> None:
+        with fully_shard(chain(), comm, units=["layers.*"]) as model:
+            for replace in (
+                lambda g: g.update(w=np.ones((3, 3))),
+                lambda g: g.pop("w"),
+            ):
+                with pytest.raises(
+                    ValueError, match=r"layers\.2\.backward\(\): g\['w'\] was replaced; write"
+                ):
+                    with model.microbatch():
+                        with model[0].forward():
+                            pass
+                        with model[2].backward() as (_, g):
+                            replace(g)
+                model.zero_grad()
+            with pytest.raises(ValueError, match=r"layers\.0\.forward\(\): w\['b'\] was replaced.*optimizer"):
+                with model.microbatch(), model[0].forward() as w:
+                    w["b"] = w["b"] - 1
+            model.zero_grad()
+            with model.microbatch():
+                with model[0].forward():
+                    pass
+                with model[2].backward() as (_, g):
+                    g["w"] += 1  # in place: this is fine
+            assert model.grad_norm() == 3.0
+
+    alone(rank)
+
+
+def test_debug_mode_refuses_gradients_written_too_late() -> None:
+    def rank(comm: FakeComm) -> None:
+        with fully_shard(chain(), comm, units=["layers.*"], debug=True) as model:
+            with model.microbatch():
+                with model[0].forward():
+                    pass
+                with model[2].backward() as (_, g):
+                    g["w"][...] = 1
+                with pytest.raises(ValueError, match="read-only"):
+                    g["w"][...] = 2
+
+    alone(rank)
+
+
+def test_a_step_needs_a_backward_and_new_gradients() -> None:
+    def rank(comm: FakeComm) -> None:
+        with abc(comm) as model:
+            opt = AdamW(model)
+            with model.microbatch(), model["a"].forward():
+                pass
+            with pytest.raises(PhaseError, match=r"step\(\): no unit's backward.*evaluate\(\)"):
+                opt.step()
+            model.zero_grad()
+            give(model, lambda name: 1.0)
+            opt.step()
+            with pytest.raises(PhaseError, match=r"step\(\): a step has used these gradients already"):
+                opt.step()
+            assert opt.steps == 1
+
+    alone(rank)
+
+
+def test_a_rank_without_data_needs_no_backward() -> None:
+    def rank(comm: FakeComm) -> None:
+        with abc(comm, reduce_op="sum") as model:
+            opt = SGD(model, lr=1.0)
+            if comm.rank == 0:
+                give(model, lambda name: 1.0)
+            else:
+                with model.microbatch():
+                    pass
+            assert opt.step()
+            assert_shards(model, "data", {name: -np.ones(size) for name, size in SIZES.items()})
+
+    run_threads(2, rank)
+
+
+def test_optimizers_say_what_they_need_and_what_they_are() -> None:
+    def rank(comm: FakeComm) -> None:
+        with pytest.raises(TypeError, match="AdamW: model is a dict; pass the model from fully_shard"):
+            AdamW(chain())  # type: ignore[arg-type]
+        with fully_shard(chain(), comm, units="layers.*") as model:
+            assert [unit.name for unit in model] == ["layers.0", "layers.1", "layers.2"]
+            assert repr(model) == "<ShardedModel of 3 units, 36 parameters, full_shard over 1 rank>"
+            assert repr(model[0]) == "<Unit 'layers.0': 2 parameters, 12 elements>"
+            opt = SGD(model, lr=0.5)
+            assert repr(opt) == "<SGD after 0 steps: lr=0.5, 0 bytes of state>"
+            assert len(model.relayout_listeners) == 1
+            gone = weakref.ref(opt)
+            del opt
+            gc.collect()
+            assert gone() is None
+            model.freeze("*")
+            assert model.relayout_listeners == []
+            with pytest.raises(ValueError, match="AdamW: nothing in the model is trainable"):
+                AdamW(model)
+
+    alone(rank)
+
+
+@each_n
+def test_freeze_and_load_refuse_an_unsharded_unit_with_nothing_changed(n: int, tmp_path: Any) -> None:
+    def rank(comm: FakeComm) -> None:
+        with fully_shard(chain(), comm, units=["layers.*"]) as model:
+            opt = SGD(model, lr=1.0)
+            save(tmp_path, model, opt)
+            x, t = batch(comm.rank, n)
+            train(model, x, t)
+            opt.step()
+            model.zero_grad()
+            model[0].unshard()
+            for call in (lambda: load(tmp_path, model, opt), lambda: model.freeze("*.b")):
+                with pytest.raises(PhaseError, match="unit 'layers.0' is unsharded"):
+                    call()
+            assert opt.steps == 1
+            model[0].reshard()
+            train(model, x, t)
+
+    run_threads(n, rank)
+
+
+def test_load_can_leave_the_hyper_parameters_alone(tmp_path: Any) -> None:
+    def rank(comm: FakeComm) -> None:
+        with fully_shard(chain(), comm, units=["layers.*"]) as model:
+            old = SGD(model, cosine(1.0, steps=9), groups={"*.b": {"lr": 0.25}})
+            save(tmp_path, model, old)
+            new = SGD(model, cosine(3.0, steps=9))
+            load(tmp_path, model, new)
+            assert (new.hyper("layers.0.w")["lr"], new.hyper("layers.0.b")["lr"]) == (3.0, 0.25)
+            plain = SGD(model, 7.0)
+            load(tmp_path, model, plain, hyper=False)
+            assert plain.hyper("layers.0.b")["lr"] == 7.0
+
+    alone(rank)
+
+
 # --- by hand ------------------------------------------------------------------------------------------------
 
 
@@ -491,9 +738,16 @@ def test_a_third_unit_unsharded_by_hand_is_an_error_on_every_rank() -> None:
         with abc(comm) as model:
             model["a"].unshard()
             model["b"].unshard()
-            with pytest.raises(RuntimeError, match="all 2 full weight buffers are in use; close"):
+            before = len(comm.log)
+            with pytest.raises(
+                PhaseError, match=r"c\.unshard\(\): two units are unsharded.*reshard\(\) of one"
+            ):
                 model["c"].unshard()
-            model.zero_grad()
+            assert comm.log[before:] == []
+            model["a"].reshard()
+            model["c"].unshard()
+            model["b"].reshard()
+            model["c"].reshard()
             walk(model, comm)
 
     run_threads(2, rank)
