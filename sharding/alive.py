@@ -66,7 +66,7 @@ class Watch:
         try:
             # Opened, because network file systems answer a mere stat from their cache.
             descriptor = os.open(self._path, os.O_RDONLY)
-        except FileNotFoundError:
+        except OSError:  # not there yet, or not to be seen: no sign of life
             return None
         try:
             return os.fstat(descriptor).st_mtime_ns

@@ -34,6 +34,7 @@ __all__ = [
 
 FORMAT = 1  # of the index; a reader refuses what is newer
 _MOST_DEEP = 100  # containers in containers, of the user's state
+_MOST_BITS = 2048  # of an integer of it: Python refuses to read long ones back from text
 MASTER = "param"  # the array that every parameter has; others are the optimizer's slots
 
 
@@ -178,6 +179,8 @@ def check_user(value: Any, where: str = "user", depth: int = 0) -> None:
     elif isinstance(value, (list, tuple)):
         for at, item in enumerate(value):
             check_user(item, f"{where}[{at}]", depth + 1)
+    elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise ValueError(f"save: {where} is an integer of {value.bit_length()} bits; pass it as hex(x)")
     elif value is not None and not isinstance(value, (bool, int, float, str)):
         raise TypeError(
             f"save: {where} is a {type(value).__name__}; use None, bool, int, float, str, lists and dicts "

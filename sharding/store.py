@@ -163,9 +163,13 @@ class Place:
             file.flush()
             os.fsync(file.fileno())
         _sync_folder(self.temporary)
-        if self.final.exists():
-            self._set_aside(self.final)
-        self.temporary.rename(self.final)
+        aside = self._set_aside(self.final) if self.final.exists() else None
+        try:
+            self.temporary.rename(self.final)
+        except OSError:
+            if aside is not None:
+                aside.rename(self.final)
+            raise
 
     def tidy(self, keep_last: int | None) -> None:
         """Flush the name to the disk, remove what the checkpoint replaces, and older ones.
@@ -185,9 +189,9 @@ class Place:
         """Remove the temporary folder of a save that failed."""
         shutil.rmtree(self.temporary, ignore_errors=True)  # else the next save removes it
 
-    def _set_aside(self, complete: Path) -> None:
+    def _set_aside(self, complete: Path) -> Path:
         # Renamed first, so that no half of it is ever taken for a checkpoint.
-        complete.rename(self.folder / f".{complete.name}.{self.token}.old")
+        return complete.rename(self.folder / f".{complete.name}.{self.token}.old")
 
     # --- any rank's part ----------------------------------------------------------------------------------
 
