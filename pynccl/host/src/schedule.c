@@ -17,9 +17,9 @@
 #include "host.h"
 
 #define SLAB_BYTES ((size_t)1 << 20) /* of a rank's IN and OUT together: four ranks' slabs fit into the smallest last-level caches */
-/* With more ranks than cores each wait may cost a turn of the scheduler, which is more than caches give: at 16 MiB, 4 ranks on 2 busy cores,
- * a ring took 16 to 24 ms with these slabs and 16 to 158 ms with the others. */
-#define LONG_SLAB_BYTES ((size_t)16 << 20)
+/* With more ranks than cores each wait may cost a turn of the scheduler, which is more than caches give. A ring of 16 MiB, 4 ranks on 2 busy
+ * cores, by slabs of 1, 4, 8, 16 and 32 MiB: 200, 50, 33, 21 and 17 ms, where the library's own all-reduce took 13. */
+#define LONG_SLAB_BYTES ((size_t)32 << 20)
 #define APART_BYTES ((size_t)32 << 20)
 #define ZEROS 4096
 
