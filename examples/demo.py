@@ -136,6 +136,7 @@ def demo() -> None:
             "ranks": RANKS,
             "steps": PLAIN_STEPS,
             "parameters": several["parameters"],
+            "max_abs_loss_diff_vs_1_rank": difference,  # of this part; above as well, where it was asked for
             "loss_first": several["losses"][0],
             "loss_last": several["losses"][-1],
             "training_seconds": {"1_rank": alone["seconds"], f"{RANKS}_ranks": several["seconds"]},

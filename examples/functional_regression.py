@@ -28,7 +28,10 @@ STEPS = 60
 
 def differentiated(library: str) -> Callable[..., Any]:
     """(parameters, x, y) -> (loss, gradients), with the library's own transformation of one loss function."""
-    xp = importlib.import_module(f"{library}.numpy")
+    try:
+        xp = importlib.import_module(f"{library}.numpy")
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"--library {library} needs {library}: python -m pip install {library}") from error
 
     def loss(parameters, x, y):
         hidden = xp.tanh(xp.dot(x, parameters["hidden"]["weight"]) + parameters["hidden"]["bias"])
@@ -53,7 +56,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
         "hidden": {"weight": random.normal(0, 0.3, (FEATURES, WIDTH)), "bias": np.zeros(WIDTH)},
         "out": {"weight": random.normal(0, 0.2, WIDTH), "bias": np.zeros(())},
     }
-    truth = random.normal(0, 0.4, FEATURES)
+    x = random.normal(0, 1, (BATCH, FEATURES))
+    y = np.sin(x @ random.normal(0, 0.4, FEATURES))
     with (
         pynccl.init(library="host") as comm,
         fully_shard(parameters, comm, units=["hidden", "out"], reshard_after_forward=False) as model,
@@ -62,8 +66,6 @@ def main(arguments: list[str] | None = None) -> list[float]:
         optimizer = AdamW(model, lr=1e-2)
         losses = []
         for step in range(STEPS):
-            x = random.normal(0, 1, (BATCH, FEATURES))
-            y = np.sin(x @ truth)
             mine = slice(comm.rank * BATCH // comm.size, (comm.rank + 1) * BATCH // comm.size)
             with model.microbatch():
                 value = step_of(x[mine], y[mine])

@@ -8,7 +8,7 @@ table): with P parameters, N ranks and AdamW, in float32
 
     no_shard 16 P,   shard_optimizer 8 P + 8 P/N,   shard_grad_op 4 P + 12 P/N,   full_shard 16 P/N
 
-bytes of state, and with 16-bit weights and gradients and float32 masters
+bytes of state, and with 16-bit weights and gradients (reduce="bfloat16") and float32 masters
 
     no_shard 16 P,   shard_optimizer 4 P + 12 P/N,   shard_grad_op 2 P + 14 P/N,   full_shard 16 P/N,
 
@@ -160,7 +160,8 @@ def _text(options: argparse.Namespace, reports: dict[str, Report]) -> str:
         )
     head = (
         f"{options.params:g} parameters in {options.layers} units on {options.ranks} ranks, "
-        f"{options.param_dtype}, {options.optimizer}, {options.microbatches} microbatch(es) a step; on each "
+        f"{options.param_dtype} (gradients reduced in {options.reduce_dtype or options.param_dtype}), "
+        f"{options.optimizer}, {options.microbatches} microbatch(es) a step; on each "
         "rank (1 GB = 1e9 bytes)"
     )
     return "\n".join([head, *render(rows, rule_before=(1,)), "without activations"])
