@@ -14,6 +14,7 @@ import numpy as np
 
 from .layout import numpy_dtype
 from .policy import is_floating
+from .tensorfile import TAGS
 from .tree import flatten
 
 __all__ = ["compare_lines", "compare_values", "frozen_owners", "read_leaves", "tied_names"]
@@ -86,6 +87,11 @@ def _check_dtype(name: str, leaf: Any) -> None:
     if not is_floating(dtype) and dtype.kind not in "biu":
         raise TypeError(
             f"fully_shard: parameter {name!r} has dtype {dtype}; pass real numbers, integers or booleans"
+        )
+    if dtype.name not in TAGS:
+        raise TypeError(
+            f"fully_shard: parameter {name!r} has dtype {dtype}, which no checkpoint can hold; pass one of "
+            f"{', '.join(tag for tag in TAGS if tag != 'complex64')}"
         )
     if not dtype.isnative:
         raise TypeError(

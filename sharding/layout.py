@@ -232,7 +232,8 @@ def assign(names: Sequence[str], units: Units) -> tuple[dict[str, str], list[str
         if not isinstance(unit, str) or unit == ROOT:
             raise ValueError(
                 f"units: {by} names the unit of {name} {unit!r}; use a string other than {ROOT!r}, which is "
-                "the unit of the parameters that no pattern takes"
+                "the unit of the parameters that no pattern takes (by_layer takes it from the "
+                "parameter's name: rename that, or pass a dict of units)"
             )
         if name in taken and taken[name] != unit:
             raise ValueError(

@@ -358,13 +358,27 @@ def _check_whole_step(model: ShardedModel) -> None:
 def _compare_facts(told: Sequence[Any]) -> None:
     for rank, theirs in enumerate(told):
         for name, value in theirs["facts"].items():
-            if value != told[0]["facts"][name]:
+            first = told[0]["facts"][name]
+            if value != first:
+                where = name
+                if name == "optimizer":  # much, of which little differs
+                    where, first, value = _difference(json.loads(first), json.loads(value), name)
                 raise ValueError(
-                    f"save: {name} differs between ranks: {_short(told[0]['facts'][name])} on rank 0, "
-                    f"{_short(value)} on rank {rank}; pass the same on all"
+                    f"save: {where} differs between ranks: {_short(first)} on rank 0, {_short(value)} on "
+                    f"rank {rank}; pass the same on all"
                 )
         if json.loads(theirs["rng"]).keys() != json.loads(told[0]["rng"]).keys():
             raise ValueError(f"save: rng has other names on rank {rank} than on rank 0; pass the same on all")
+
+
+def _difference(a: Any, b: Any, path: str) -> tuple[str, Any, Any]:
+    """The first field in which JSON-like data differ: its path, and both values."""
+    pairs: list[tuple[str, Any, Any]] = []
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        pairs = [(f"{path}[{key!r}]", a[key], b[key]) for key in a]
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        pairs = [(f"{path}[{at}]", *both) for at, both in enumerate(zip(a, b, strict=True))]
+    return next((_difference(x, y, where) for where, x, y in pairs if x != y), (path, a, b))
 
 
 def _short(value: Any, most: int = 100) -> str:

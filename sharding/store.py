@@ -63,6 +63,10 @@ def find(folder: Path, step: int | None) -> int:
     One that lost its index is found as well, so that `read_index` says so.
     """
     steps = _named_steps(folder)
+    if not steps and _COMPLETE.fullmatch(folder.name) and (folder / INDEX).is_file():
+        raise NoCheckpointError(
+            f"{folder} is itself a checkpoint; pass the folder that it lies in, {folder.parent}, and its step"
+        )
     if step is None and steps:
         step = steps[-1]
     if step is None or step not in steps:

@@ -10,6 +10,7 @@ import warnings
 import weakref
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from sharding_ranks import (  # type: ignore[import-not-found]
@@ -32,7 +33,7 @@ from sharding_ranks import (  # type: ignore[import-not-found]
 )
 
 from pynccl.testing import run_ranks
-from sharding import SGD, AdamW, MixedPrecision, PhaseError, cosine, fully_shard, load, save
+from sharding import SGD, AdamW, MixedPrecision, PhaseError, by_layer, cosine, fully_shard, load, save
 from sharding.buffers import Counters, Ring
 from sharding.layout import pieces
 from sharding.runtime import HostRuntime
@@ -706,6 +707,49 @@ def test_load_can_leave_the_hyper_parameters_alone(tmp_path: Any) -> None:
             plain = SGD(model, 7.0)
             load(tmp_path, model, plain, hyper=False)
             assert plain.hyper("layers.0.b")["lr"] == 7.0
+
+    alone(rank)
+
+
+def test_a_save_names_the_first_field_in_which_optimizers_differ(tmp_path: Any) -> None:
+    def rank(comm: FakeComm) -> None:
+        with fully_shard(chain(), comm, units=["layers.*"]) as model:
+            opt = SGD(model, lr=0.5 + comm.rank)
+            with pytest.raises(
+                ValueError,
+                match=r"optimizer\['groups'\]\[0\]\['hyper'\]\['lr'\] differs.*0.5 on rank 0, 1.5 on rank 1",
+            ):
+                save(tmp_path, model, opt)
+
+    run_threads(2, rank)
+
+
+def test_a_checkpoint_given_instead_of_its_folder_is_said_to_be_one(tmp_path: Any) -> None:
+    def rank(comm: FakeComm) -> None:
+        with fully_shard(chain(), comm) as model:
+            path = save(tmp_path, model, step=3)
+            with pytest.raises(
+                FileNotFoundError, match="is itself a checkpoint; pass the folder that it lies in"
+            ):
+                load(path, model)
+
+    alone(rank)
+
+
+def test_what_no_checkpoint_can_hold_is_refused_at_once() -> None:
+    def rank(comm: FakeComm) -> None:
+        with pytest.raises(
+            TypeError, match="parameter 'a' has dtype float8_e4m3b11fnuz, which no checkpoint"
+        ):
+            fully_shard({"a": np.zeros(3, ml_dtypes.float8_e4m3b11fnuz)}, comm)
+
+    alone(rank)
+
+
+def test_by_layer_with_a_parameter_named_root_says_what_to_rename() -> None:
+    def rank(comm: FakeComm) -> None:
+        with pytest.raises(ValueError, match=r"unit of root.w 'root'.*by_layer.*rename that, or pass a dict"):
+            fully_shard({"root": {"w": np.zeros(3)}, "a": np.zeros(3)}, comm, units=by_layer)
 
     alone(rank)
 
