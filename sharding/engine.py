@@ -59,7 +59,7 @@ class ShardedModel:
         self._used = False
         """An optimizer has used these gradients."""
         self.wrote = False
-        """A unit's backward was opened on this rank since `zero_grad`."""
+        """Since `zero_grad`, a backward was opened on this rank, or it had no data and opened nothing."""
         self._steps = 0
         """Steps since the start or a load: equal on all ranks, or training ends."""
         self._broken: str | None = None
@@ -194,7 +194,7 @@ class ShardedModel:
         with self.walk.run(forward_only=False, sync=sync and (last or self.reduces_each)):
             yield self
         self._complete = last
-        self.wrote |= self.walk.wrote
+        self.wrote |= self.walk.wrote or not self.walk.opened
 
     @contextmanager
     def evaluate(self) -> Iterator[ShardedModel]:

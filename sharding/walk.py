@@ -44,6 +44,11 @@ class Walk:
         """What adapters remember until the microbatch ends."""
 
     @property
+    def opened(self) -> bool:
+        """Whether the user has opened any unit beside the root in this microbatch."""
+        return self._last is not None
+
+    @property
     def forward_only(self) -> bool:
         """Whether this is (or the last one was) a forward pass alone."""
         return self._forward_only
