@@ -16,7 +16,17 @@ import pytest
 
 from pynccl.host import build
 
-PROGRAM = ("stress", "world", "calls", "collectives", "messages", "schedules", "streams", "lifecycle", "errors")
+PROGRAM = (
+    "stress",
+    "world",
+    "calls",
+    "collectives",
+    "messages",
+    "schedules",
+    "streams",
+    "lifecycle",
+    "errors",
+)
 
 # Enough seeds for half a minute on two busy cores.
 SEEDS = {"address,undefined": 20, "thread": 5}

@@ -521,7 +521,7 @@ def test_an_interrupt_in_a_group_starts_no_half_of_it() -> None:
     with pynccl.Communicator(1, pynccl.get_unique_id("host"), 0, library="host") as comm:
         x, out = np.full(4, 3.0), np.zeros(4)
 
-        def interrupt() -> None:
+        def interrupt() -> int:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt), pynccl.group() as group:
@@ -550,8 +550,13 @@ def test_a_with_block_ends_the_communicator_even_where_destroy_times_out(
 ) -> None:
     comm = pynccl.Communicator(1, pynccl.get_unique_id("host"), 0, library="host", timeout=0.1)
     gate, abort = Gate(comm), comm.abort
+
     # Only when destroy has given up: abort waits for what a stream's function does.
-    monkeypatch.setattr(comm, "abort", lambda: (gate.open(), abort()))
+    def open_and_abort() -> None:
+        gate.open()
+        abort()
+
+    monkeypatch.setattr(comm, "abort", open_and_abort)
     with pytest.raises(pynccl.NcclTimeoutError, match="destroy"), comm:
         pass
     assert comm.closed

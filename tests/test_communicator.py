@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -733,11 +733,12 @@ def test_a_bad_time_limit_in_the_environment_is_named_wherever_it_is_read(
 ) -> None:
     uid = pynccl.get_unique_id("host")
     monkeypatch.setenv("PYNCCL_TIMEOUT", value)
-    for call, make in {
+    calls: dict[str, Callable[[], Any]] = {
         "init": lambda: pynccl.init(library="host", timeout=timeout),
         "Communicator": lambda: pynccl.Communicator(1, uid, 0, library="host", timeout=timeout),
         "Stream": pynccl.Stream,
-    }.items():
+    }
+    for call, make in calls.items():
         with pytest.raises(pynccl.InvalidArgumentError, match=rf"^{call}: PYNCCL_TIMEOUT='{value}' must be"):
             make()
 

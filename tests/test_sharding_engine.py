@@ -655,7 +655,7 @@ def test_a_rank_without_data_needs_no_backward() -> None:
 def test_optimizers_say_what_they_need_and_what_they_are() -> None:
     def rank(comm: FakeComm) -> None:
         with pytest.raises(TypeError, match="AdamW: model is a dict; pass the model from fully_shard"):
-            AdamW(chain())  # type: ignore[arg-type]
+            AdamW(chain())
         with fully_shard(chain(), comm, units="layers.*") as model:
             assert [unit.name for unit in model] == ["layers.0", "layers.1", "layers.2"]
             assert repr(model) == "<ShardedModel of 3 units, 36 parameters, full_shard over 1 rank>"
