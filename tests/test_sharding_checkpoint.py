@@ -1444,17 +1444,12 @@ def test_tensors_are_aligned_to_their_elements_whatever_their_order(tmp_path: Pa
         assert header[name]["data_offsets"][0] % itemsize == 0
 
 
-def test_a_dtype_that_the_format_does_not_have_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_dtype_that_the_format_does_not_have_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     def rank(comm: Any) -> None:
-        model = fully_shard({"w": np.ones(3, np.longdouble)}, comm, frozen=["w"])
-        for way in (save, save_async):
-            with pytest.raises(TypeError, match="w.*cannot hold float128"):
-                way(tmp_path, model, step=0)
-        with pytest.raises(TypeError, match="w.*cannot hold float128"):
-            export_safetensors(model, tmp_path)
+        with pytest.raises(TypeError, match="parameter 'w' has dtype float128, which no checkpoint can hold"):
+            fully_shard({"w": np.ones(3, np.longdouble)}, comm, frozen=["w"])
 
     run_ranks(2, rank, library="host")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_block_of_a_file_has_a_checksum_of_its_own(
