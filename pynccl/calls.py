@@ -49,17 +49,19 @@ class Collectives(Core):
         >>> comm.all_reduce(np.full(4, comm.rank, "f4"))       # doctest: +SKIP
         """
         # The quick path, for the call that hot loops make on host arrays: the same checks by other means.
-        if type(x) is _ndarray and out is None and stream is None and algorithm is None and not current.busy:
+        if type(x) is _ndarray and stream is None and algorithm is None and not current.busy:
             try:
                 dtype, code = self._quick[op][x.dtype]
-                address = addressof(view_writable(x))
+                address = target = addressof(view_writable(x))
+                if out is not None:
+                    target = _apart(x, address, out)
             except (KeyError, TypeError, ValueError):
                 pass  # for `plan` to accept, or to say what is wrong
             else:
-                code = self._all_reduce(address, address, x.size, dtype, code, self._handle, None)
+                code = self._all_reduce(address, target, x.size, dtype, code, self._handle, None)
                 if code:
-                    self._settle(code, "all_reduce (ncclAllReduce)", x)
-                return x
+                    self._settle(code, "all_reduce (ncclAllReduce)", (x, out))
+                return x if out is None else out
         return self._run(ALL_REDUCE, x, out, op, None, stream, algorithm)
 
     def all_gather(self, x: Any, out: Any = None, *, stream: Any = None, algorithm: Any = None) -> Any:
@@ -330,6 +332,16 @@ class Collectives(Core):
     def _opened(self) -> None:
         if self.library.kind == "host" and self._blocking:  # the quick path is for calls that wait
             self._quick = _QUICK
+
+
+def _apart(x: np.ndarray, address: int, out: Any) -> int:
+    """The address of ``out``, if it is an array like ``x`` that lies apart from it; else ValueError."""
+    if type(out) is not _ndarray or out.dtype != x.dtype or out.size != x.size:
+        raise ValueError
+    target = addressof(view_writable(out))
+    if target != address and abs(target - address) < x.nbytes:
+        raise ValueError
+    return target
 
 
 def _quick_table() -> dict[Any, dict[np.dtype, tuple[int, int]]]:
