@@ -405,13 +405,18 @@ class Trial:
         """Seconds per operation until all are done, until all are launched; marks between iterations."""
         options, device = self.options, self.device
         marks, untimed = [], 0.0
+        # Chosen before the clock starts: an iteration is the calls alone.
+        rounds = [[self.next_call() for _ in range(options.aggregated)] for _ in range(options.iterations)]
         begun = time.perf_counter()
-        for _ in range(options.iterations):
+        for calls in rounds:
             if options.per_iteration:
                 marks.append(device.mark())
-            with pynccl.group() if options.aggregated > 1 else contextlib.nullcontext():
-                for _ in range(options.aggregated):
-                    self.next_call()()
+            if options.aggregated > 1:
+                with pynccl.group():
+                    for call in calls:
+                        call()
+            else:
+                calls[0]()
             if options.blocking:
                 self._finish()
             if options.blocking in (1, 3):
