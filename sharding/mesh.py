@@ -37,6 +37,13 @@ class Mesh:
         if self.part_size is not None and self.shard_size > 1:
             self.parts = self._split(self.comm.rank // self.part_size)
 
+    def meet(self, token: Any) -> None:
+        """Wait until every rank has come: along the row, then along the column. `token`: one element of no
+        meaning. This is a barrier, and not counted among the collectives that move data."""
+        for comm in (self.reduce, self.replicas):
+            if comm is not None:
+                comm.all_reduce(token)
+
     def _split(self, color: int) -> Any:
         made = self.comm.split(color, self.comm.rank)
         self._made.append(made)

@@ -83,6 +83,10 @@ class HostRuntime:
         for stream in self._streams:
             stream.synchronize()
 
+    def meet(self, mesh: Any) -> None:
+        """Wait until every rank has come here."""
+        mesh.meet(np.zeros(1, np.float32))
+
     def abandon(self) -> None:
         """Wait for all streams after the communicators were aborted: their errors are known to come of it."""
         for stream in self._streams:
@@ -183,6 +187,9 @@ class CudaRuntime:
         """What is computed from now on comes after all streams."""
         for stream in self._streams:
             self.wait(self.mark(stream))
+
+    def meet(self, mesh: Any) -> None:
+        """Nothing: on a GPU the CPU runs ahead and never waits; a rank learns later that another failed."""
 
     def abandon(self) -> None:
         """Wait, on the CPU, for all streams: the communicators were aborted."""

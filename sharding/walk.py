@@ -55,7 +55,11 @@ class Walk:
 
     @contextmanager
     def run(self, *, forward_only: bool, sync: bool) -> Iterator[None]:
-        """One microbatch. What the user leaves out is made up for; an exception ends it on all ranks."""
+        """One microbatch. What the user leaves out is made up for; an exception ends it on all ranks.
+
+        Ranks leave together: a rank that has all it needs must not go on alone where another one fails at the
+        end. (A microbatch that reduces nothing is left alone: the next one that does finds out.)
+        """
         self._forward_only, self._sync = forward_only, sync
         self._last, self.wrote = None, False
         self.memo.clear()
@@ -71,6 +75,8 @@ class Walk:
                 self._finish_backward()
             self.model.gatherer.release_all()
             self.model.runtime.settle()
+            if forward_only or self._sync:
+                self.model.runtime.meet(self.model.mesh)
         except BaseException as error:
             self.model.abandon(error)
             raise

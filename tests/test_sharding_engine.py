@@ -57,6 +57,8 @@ def story(comm: FakeComm, start: int = 0) -> list[str]:
     for entry in comm.log[start:]:
         if isinstance(entry, str):
             found.append(entry)
+        elif entry[0] == "all_reduce" and entry[2] == 1:
+            continue  # the meeting at the end
         elif entry[0] in kinds:
             found.append(f"{kinds[entry[0]]} {names[entry[2]]}")
     return found
@@ -512,8 +514,37 @@ def test_a_failure_at_any_collective_loses_no_buffer(way: str, debug: bool) -> N
     run_threads(2, rank)
 
 
-def test_ranks_that_an_exception_left_at_different_steps_do_not_go_on(tmp_path: Any) -> None:
-    """One raises after the last reduction: the other has its gradients, and makes the step alone."""
+def test_an_exception_after_the_last_reduction_ends_the_microbatch_on_all_ranks() -> None:
+    """The other rank has its gradients already, and must not make the step alone. Nor in a forward pass."""
+
+    def rank(comm: FakeComm) -> None:
+        with abc(comm) as model:
+            opt = SGD(model, lr=1.0)
+            with pytest.raises(KeyError if comm.rank == 1 else LeftError), model.microbatch():
+                for unit in model:
+                    with unit.forward():
+                        pass
+                for unit in reversed(model):
+                    with unit.backward():
+                        pass
+                if comm.rank == 1:
+                    raise KeyError
+            model.zero_grad()
+            with pytest.raises(KeyError if comm.rank == 1 else LeftError), model.evaluate():
+                for unit in model:
+                    with unit.forward():
+                        if comm.rank == 1 and unit.name == "b":
+                            raise KeyError
+            model.zero_grad()
+            give(model, lambda name: 1.0)
+            assert opt.step() and opt.steps == 1
+            assert_shards(model, "data", {name: np.full(size, -1.0) for name, size in SIZES.items()})
+
+    run_threads(2, rank)
+
+
+def test_ranks_that_are_at_different_steps_when_an_exception_comes_do_not_go_on(tmp_path: Any) -> None:
+    """One rank's loop left out a step, which nobody could see; the exception is when they compare."""
 
     def rank(comm: FakeComm) -> None:
         with abc(comm) as model:
@@ -522,19 +553,13 @@ def test_ranks_that_an_exception_left_at_different_steps_do_not_go_on(tmp_path: 
             opt.step()
             model.zero_grad()
             save(tmp_path, model, opt)
-            with pytest.raises(KeyError if comm.rank == 1 else LeftError):
-                with model.microbatch():
-                    for unit in model:
-                        with unit.forward():
-                            pass
-                    for unit in reversed(model):
-                        with unit.backward():
-                            pass
-                    if comm.rank == 1:
-                        raise KeyError
+            give(model, lambda name: 1.0)
+            if comm.rank == 0:
                 opt.step()
-                model.zero_grad()
-                give(model, lambda name: 1.0)
+            model.zero_grad()
+            with pytest.raises(KeyError if comm.rank == 1 else LeftError), model.microbatch():
+                if comm.rank == 1:
+                    raise KeyError
             for _ in range(2):
                 with pytest.raises(PhaseError, match="rank 0 has made 2 steps and rank 1 1: .*load the last"):
                     model.zero_grad()
