@@ -163,7 +163,7 @@ class CudaUpdater:
         import cupy
 
         if key is not None:
-            raise NotImplementedError(
+            raise ValueError(
                 f"{self.rule.kind}: stochastic rounding on a GPU needs the rule's `cuda` statements; give "
                 "Rule(cuda=...)"
             )
