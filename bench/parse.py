@@ -1,0 +1,374 @@
+"""One reader of nccl-tests' output, NVIDIA's or ours: its text and its JSON become the same frozen records.
+
+`read` takes a path or the text itself. This file knows the formats and nothing of how they are made; it runs
+nothing, and what it cannot use it says in `Run.notes` instead of dropping it.
+
+    run = read("all_reduce.json")
+    for row in run.rows:
+        print(run.program, run.ranks, row.size, row.in_place, row.time_us, row.busbw)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Device", "Iterations", "ParseError", "Record", "Run", "read", "read_all"]
+
+NEWEST_JSON = 3
+
+
+class ParseError(ValueError):
+    """Not output of nccl-tests, or not all of it: names the file and what is missing."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A line under "Using devices"."""
+
+    rank: int
+    group: int
+    pid: int
+    host: str
+    device: int
+    pci: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Iterations:
+    """Single iterations (-I) in microseconds, each the slowest process's; text has the first four fields only."""
+
+    min_us: float
+    max_us: float
+    p99_us: float
+    cv_pct: float
+    avg_us: float | None = None
+    p50_us: float | None = None
+    p95_us: float | None = None
+    stdev_us: float | None = None
+    skipped: int = 0
+    times_us: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Record:
+    """One placement of one row: `size` in bytes, `count` in elements as the call takes it, 1e9 bytes/s.
+
+    `redop` is "none" and `root` -1 where there is none; `wrong` is None where nothing was checked.
+    """
+
+    size: int
+    count: int
+    type: str
+    redop: str
+    root: int
+    in_place: bool
+    time_us: float
+    algbw: float
+    busbw: float
+    wrong: int | None
+    iterations: Iterations | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One program's output. `ranks` is 0 if it does not tell; `notes` are sentences for the reader."""
+
+    program: str = ""
+    ranks: int = 0
+    library: str = ""
+    devices: tuple[Device, ...] = ()
+    rows: tuple[Record, ...] = ()
+    notes: tuple[str, ...] = ()
+    average_busbw: float | None = None
+    out_of_bounds: int | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)  # of the "# nThread .." line, by its own words
+
+    @property
+    def good(self) -> bool:
+        """Checked to the end, and nothing was wrong."""
+        return self.out_of_bounds == 0 and not any(row.wrong for row in self.rows)
+
+
+def read(source: str | Path) -> Run:
+    """The one run of a file (a path), or of a text (a string with more than one line).
+
+    Raises ParseError if there is no run, or more than one (`read_all` gives them all); OSError from the file.
+    """
+    runs = read_all(source)
+    if len(runs) != 1:
+        raise ParseError(
+            f"{_name(source)} has the output of {len(runs)} runs, one was expected; use read_all"
+        )
+    return runs[0]
+
+
+def read_all(source: str | Path) -> tuple[Run, ...]:
+    """All runs of a file or text, in order: output of several programs may follow each other in one text."""
+    text = (
+        source if isinstance(source, str) and _is_text(source) else Path(source).read_text(errors="replace")
+    )
+    name = _name(source)
+    if text.lstrip().startswith("{"):
+        return (_from_json(text, name),)
+    runs = tuple(_TextReader().read(text))
+    if not runs:
+        raise ParseError(
+            f"{name}: no line of it is nccl-tests' (a heading '# nThread ..', or a row of numbers)"
+        )
+    return runs
+
+
+def _is_text(source: str) -> bool:
+    return "\n" in source or source.lstrip().startswith("{")
+
+
+def _name(source: str | Path) -> str:
+    return "the text" if isinstance(source, str) and _is_text(source) else str(source)
+
+
+# ---- text
+
+_COLUMNS = "size count type redop root".split()
+_PLACEMENT = "time algbw busbw #wrong".split()
+_DEFAULT_HEADER = _COLUMNS + 2 * _PLACEMENT
+_SYNONYMS = {"error": "#wrong", "cputime": "time"}
+# What mpirun --tag-output and srun --label put before each line.
+_TAG = re.compile(r"^(\[\d+,\d+\](<std\w+>)?:\s?|\d+: )")
+_ROW = re.compile(r"^\s*\d+\s+\d+\s+[a-z]\w*\s")
+_DEVICE = re.compile(
+    r"#\s+Rank\s+(\d+)(?:\s+Group\s+(\d+))?\s+Pid\s+(\d+) on\s+(\S+) device\s+(\d+) \[([^\]]*)\] (.*)"
+)
+_VERSION = re.compile(r"# nccl-tests version (\S+).* nccl-library=(\d+)")
+_STARTING = re.compile(r"# Collective test starting: (\S+)")
+_CONCLUDED = re.compile(r"# Collective test concluded: (\S+)")
+_SETTINGS = re.compile(r"# nThread\s+(\d+)")
+_HEADER = re.compile(r"#\s+size\s+count\s+")
+_WORRYING = re.compile(r"# error: (.+)|# Reducing maxBytes.*|.*Test (?:NCCL|CUDA) failure.*|.*Test failure.*")
+
+
+class _TextReader:
+    """Line by line; a heading after rows or after a header begins the next run."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self.run = Run()
+        self.rows: list[Record] = []
+        self.devices: list[Device] = []
+        self.notes: list[str] = []
+        self.header = _DEFAULT_HEADER
+        self.in_table = self.any = self.ended = False
+
+    def read(self, text: str) -> Iterator[Run]:
+        for line in text.splitlines():
+            line = _TAG.sub("", line.rstrip())
+            heading = _VERSION.match(line) or _STARTING.match(line) or _SETTINGS.match(line)
+            if heading and (self.in_table or self.rows):
+                yield self._finish()
+                self._begin()
+            self._line(line)
+        if self.any:
+            yield self._finish()
+
+    def _finish(self) -> Run:
+        if not self.ended:
+            self.notes.append("the run did not end: its last lines are missing")
+        ranks = max((one.rank + 1 for one in self.devices), default=0)
+        if not ranks and "nThread" in self.run.settings:
+            self.notes.append("no device is listed, so the number of ranks is not known")
+        return replace(
+            self.run,
+            ranks=ranks,
+            devices=tuple(self.devices),
+            rows=tuple(self.rows),
+            notes=tuple(self.notes),
+        )
+
+    def _line(self, line: str) -> None:
+        if not line.startswith("#"):
+            if _ROW.match(line):
+                self.any = True
+                self._row(line)
+            elif _WORRYING.match(line):
+                self.notes.append(line.strip())
+        elif match := _VERSION.match(line):
+            self._set(library=_library(int(match[2])))
+        elif match := _STARTING.match(line) or _CONCLUDED.match(line):
+            self._set(program=match[1])
+        elif _SETTINGS.match(line):
+            self._set(settings=_settings(line))
+        elif match := _DEVICE.match(line):
+            rank, group, pid, host, device, pci, name = match.groups()
+            self.devices.append(Device(int(rank), int(group or 0), int(pid), host, int(device), pci, name))
+        elif _HEADER.match(line):
+            self.header = [_SYNONYMS.get(word, word) for word in line.split()[1:]]
+            self.in_table = True
+        elif match := re.match(r"# Out of bounds values\s*: (\d+)", line):
+            self.ended = True
+            self._set(out_of_bounds=int(match[1]))
+        elif match := re.match(r"# Avg bus bandwidth\s*: (\S+)", line):
+            self._set(average_busbw=_float(match[1]))
+        elif _WORRYING.match(line):
+            self.notes.append(line.lstrip("# "))
+
+    def _set(self, **fields: Any) -> None:
+        self.any = True
+        self.run = replace(self.run, **fields)
+
+    def _row(self, line: str) -> None:
+        words = line.split()
+        if "redop" in self.header and len(words) > 3 and re.fullmatch(r"-?\d+", words[3]):
+            words.insert(3, "none")  # hypercube_perf prints nothing there
+        first = {name: word for name, word in zip(self.header, words, strict=False) if name in _COLUMNS}
+        placements = _split_at(self.header, "time")
+        rest = words[len(first) :]
+        for in_place, names in enumerate(placements):
+            cells = dict(zip(names, rest, strict=False))
+            rest = rest[len(names) :]
+            try:
+                self.rows.append(_text_record(first, bool(in_place), cells))
+            except (KeyError, ValueError):
+                place = "in-place" if in_place else "out-of-place"
+                self.notes.append(f"size {words[0]}: no {place} result in the line {line.strip()!r}")
+
+
+def _split_at(names: Sequence[str], first: str) -> list[list[str]]:
+    """The columns of each placement: from one "time" to the next."""
+    starts = [i for i, name in enumerate(names) if name == first]
+    return [list(names[a:b]) for a, b in zip(starts, [*starts[1:], len(names)], strict=True)]
+
+
+def _text_record(first: Mapping[str, str], in_place: bool, cells: Mapping[str, str]) -> Record:
+    iterations = None
+    if "i_min" in cells:
+        iterations = Iterations(*(_float(cells[name]) for name in ("i_min", "i_max", "i_p99", "i_cv%")))
+    return Record(
+        size=int(first["size"]),
+        count=int(first["count"]),
+        type=first["type"],
+        redop=first.get("redop", "none"),
+        root=int(first.get("root", "-1")),
+        in_place=in_place,
+        time_us=_float(cells["time"]),
+        algbw=_float(cells["algbw"]),
+        busbw=_float(cells["busbw"]),
+        wrong=None if cells["#wrong"] == "N/A" else int(_float(cells["#wrong"])),
+        iterations=iterations,
+    )
+
+
+def _settings(line: str) -> dict[str, str]:
+    """`# nThread 1 nGpus 8 .. step: 2(factor) warmup iters: 1`: names (with spaces, some) and values."""
+    pairs = re.findall(r"([A-Za-z][A-Za-z ]*?):? (\d\S*)", line.lstrip("# "))
+    return {name.strip(): value for name, value in pairs}
+
+
+def _library(code: int) -> str:
+    """22304 is 2.23.4; until 2.8 a code had four digits: 2708 is 2.7.8."""
+    major, rest = divmod(code, 10000 if code >= 10000 else 1000)
+    return f"NCCL {major}.{rest // 100}.{rest % 100}" if code else "NCCL"
+
+
+# ---- JSON
+
+
+def _from_json(text: str, name: str) -> Run:
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ParseError(
+            f"{name}: broken JSON ({error}); a run that was killed leaves its file unfinished"
+        ) from None
+    version = document.get("version")
+    if not isinstance(version, int) or "args" not in document:
+        raise ParseError(f"{name}: no JSON of nccl-tests: its -J files have 'version', 'args' and 'results'")
+    notes = (
+        [f"version {version} of the JSON format, newer than {NEWEST_JSON}"] if version > NEWEST_JSON else []
+    )
+    notes += [str(error) for error in document.get("errors", ()) if error]
+    config, outcome = document.get("config", {}), document.get("out_of_bounds", {})
+    if "out_of_bounds" not in document:
+        notes.append("the run did not end: its last lines are missing")
+    devices = tuple(
+        Device(
+            rank=one["rank"],
+            group=one["group"],
+            pid=one["pid"],
+            host=one["hostname"],
+            device=one["device"],
+            pci=one["device_hex"],
+            name=one["device_info"],
+        )
+        for one in config.get("devices", ())
+    )
+    average = document.get("average_bus_bandwidth", {}).get("bandwidth")
+    return Run(
+        program=Path(document["args"][0]).name if document["args"] else "",
+        ranks=_ranks(devices, config.get("nthreads", 1) * config.get("ngpus", 1)),
+        library=_json_library(document),
+        devices=devices,
+        rows=tuple(_json_records(document.get("results") or ())),
+        notes=tuple(notes),
+        average_busbw=None if average is None else _float(average),
+        out_of_bounds=outcome.get("count"),
+        settings={key: str(value) for key, value in config.items() if key != "devices"},
+    )
+
+
+def _ranks(devices: Sequence[Device], per_process: int) -> int:
+    """nccl-tests lists the first rank of each process only; we list all."""
+    numbers = [one.rank for one in devices]
+    if numbers == [i * per_process for i in range(len(numbers))]:
+        return len(numbers) * per_process
+    return max(numbers, default=-1) + 1
+
+
+def _json_library(document: Mapping[str, Any]) -> str:
+    nccl = _library(document.get("nccl_version") or 0)
+    ours = document.get("pynccl")
+    return f"pynccl host library ({nccl})" if ours and ours.get("library") == "host" else nccl
+
+
+def _json_records(results: Sequence[Mapping[str, Any]]) -> Iterator[Record]:
+    for row in results:
+        for key, in_place in (("out_of_place", False), ("in_place", True)):
+            one = row.get(key)
+            if one is None:
+                continue
+            wrong = one["nwrong"]
+            stats = row.get(f"{key}_per_iter")
+            yield Record(
+                size=row["size"],
+                count=row["count"],
+                type=row["type"],
+                redop=row["redop"] or "none",
+                root=int(row["root"]),
+                in_place=in_place,
+                time_us=_float(one["cpu_time"] if "cpu_time" in one else one["time"]),
+                algbw=_float(one["alg_bw"]),
+                busbw=_float(one["bus_bw"]),
+                wrong=None if wrong is None else int(wrong),
+                iterations=_json_iterations(stats) if stats else None,
+            )
+
+
+def _json_iterations(stats: Mapping[str, Any]) -> Iterations:
+    names = ("min_us", "max_us", "p99_us", "cv_pct", "avg_us", "p50_us", "p95_us", "stdev_us")
+    return Iterations(
+        **{name: _float(stats[name]) for name in names},
+        skipped=stats.get("skipped_iterations", 0),
+        times_us=tuple(_float(one) for one in stats["times_us"]),
+    )
+
+
+def _float(value: float | str) -> float:
+    """A number, or one of the words that nccl-tests writes for what is none."""
+    return math.nan if value in ("nan", "-nan") else float(value)
