@@ -42,7 +42,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Iterations:
-    """Single iterations (-I) in microseconds, each the slowest process's; text has the first four fields only."""
+    """Single iterations (-I) in microseconds, each the slowest process's. Text has the first four fields."""
 
     min_us: float
     max_us: float
@@ -249,7 +249,8 @@ def _split_at(names: Sequence[str], first: str) -> list[list[str]]:
 def _text_record(first: Mapping[str, str], in_place: bool, cells: Mapping[str, str]) -> Record:
     iterations = None
     if "i_min" in cells:
-        iterations = Iterations(*(_float(cells[name]) for name in ("i_min", "i_max", "i_p99", "i_cv%")))
+        least, most, p99, variation = (_float(cells[name]) for name in ("i_min", "i_max", "i_p99", "i_cv%"))
+        iterations = Iterations(min_us=least, max_us=most, p99_us=p99, cv_pct=variation)
     return Record(
         size=int(first["size"]),
         count=int(first["count"]),
