@@ -165,13 +165,13 @@ class Collectives(Core):
         op: Any = "sum",
         root: int = 0,
         stream: Any = None,
-        algorithm: str | None = None,
+        algorithm: Any = None,
     ) -> Prepared:
         """A collective (by name) checked and marshalled once, to be called many times with the same arrays.
 
         The arrays are kept alive; what they hold may change between calls, their memory may not.
-        ``stream=None`` is the stream that is current now. Returns a callable that returns the collective's
-        result.
+        ``stream=None`` is the stream that is current now. ``algorithm`` may be a schedule, too. Returns a
+        callable that returns the collective's result.
 
         >>> step = comm.prepare("all_reduce", gradients)       # doctest: +SKIP
         >>> for batch in batches: compute(batch, gradients); step()      # doctest: +SKIP
@@ -180,6 +180,11 @@ class Collectives(Core):
         if what is None:
             raise ValueError(f"prepare: {call!r} is not a collective; use one of {', '.join(OPERATIONS)}")
         self._check_open(f"prepare({call!r})")
+        if _is_schedule(algorithm):
+            from .collectives.dispatch import prepare_algorithm
+
+            at = root if what.rooted else None
+            return prepare_algorithm(self, call, x, out, op, at, stream, algorithm)
         planned = self._plan(what, x, out, op, root)
         function, arguments = self._call(what, planned, root if what.rooted else None, algorithm)
         queue, handle, hold = self._where(what.name, stream, planned)
@@ -202,8 +207,8 @@ class Collectives(Core):
         self, what: Operation, x: Any, out: Any, op: Any, root: int | None, stream: Any, algorithm: Any
     ) -> Any:
         self._check_open(what.name)
-        if algorithm is not None and (not isinstance(algorithm, str) or algorithm.startswith("pynccl:")):
-            from .collectives.compiled import run_algorithm  # only those who use schedules pay for them
+        if _is_schedule(algorithm):
+            from .collectives.dispatch import run_algorithm  # only those who use schedules pay for them
 
             return run_algorithm(self, what.name, x, out, op, root, stream, algorithm)
         planned = self._plan(what, x, out, op, root)
@@ -332,6 +337,11 @@ class Collectives(Core):
     def _opened(self) -> None:
         if self.library.kind == "host" and self._blocking:  # the quick path is for calls that wait
             self._quick = _QUICK
+
+
+def _is_schedule(algorithm: Any) -> bool:
+    """Whether it is for `pynccl.collectives`, and not one of the library's own."""
+    return algorithm is not None and (not isinstance(algorithm, str) or algorithm.startswith("pynccl:"))
 
 
 def _apart(x: np.ndarray, address: int, out: Any) -> int:

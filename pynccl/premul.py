@@ -45,6 +45,12 @@ class PreMulSum:
             raise InvalidUsageError("this premul_sum was destroyed; make a new one with comm.premul_sum(...)")
         return self._handle
 
+    @property
+    def factor(self) -> Any:
+        """The factor: one element, in host memory or on the GPU. InvalidUsageError once destroyed."""
+        assert self.handle is not None
+        return self._keep
+
     def _check_element(self, call: str, element: ElementType) -> None:
         if element.name != self._element.name:
             raise InvalidArgumentError(

@@ -26,7 +26,7 @@ from pynccl.collectives import (
     generate,
     run,
 )
-from pynccl.collectives.execute import messages
+from pynccl.collectives.rounds import messages
 from pynccl.collectives.selftest import Tally, schedules, test_schedule
 from pynccl.testing import run_ranks
 
@@ -401,3 +401,126 @@ def test_the_self_test_runs_under_the_launcher(repo: Path, tmp_path: Path) -> No
     (algorithm,) = json.loads(written.read_text())["algorithms"]
     variants = 1 + len(ALGORITHMS["reduce_scatter", "ring"].variants)
     assert algorithm["runs"] == variants * 2 * 3 * 3 * 2 * 3 and algorithm["wrong"] == []
+
+
+# --- prepared, and with a factor ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_prepared_schedule_runs_each_time_it_is_called(queued: bool) -> None:
+    def rank(comm: Any) -> None:
+        stream = pynccl.Stream(comm.library) if queued else None
+        x, out = np.zeros(1001, np.float32), np.zeros(1001, np.float32)
+        ring = generate("ring", 3)
+        steps = [
+            comm.prepare("all_reduce", x, out=out, stream=stream, algorithm="pynccl:tree"),
+            comm.prepare("all_reduce", x, out=out, stream=stream, algorithm=ring),
+            comm.prepare("all_reduce", x, out=out, stream=stream, algorithm=compile(ring, comm)),
+            comm.prepare("all_reduce", x, out=out, op=np.add, stream=stream, algorithm=ring),
+        ]
+        for number, step in enumerate(steps * 2):
+            x[:] = np.arange(1001) + comm.rank + number
+            assert step() is out
+            if stream is not None:
+                stream.synchronize()
+            np.testing.assert_array_equal(out, 3 * (np.arange(1001) + number) + 3)
+        with pynccl.group():
+            steps[1]()
+        if stream is not None:
+            stream.close()
+            for step in (steps[1], steps[3]):
+                with pytest.raises(pynccl.InvalidUsageError, match="closed"):
+                    step()
+        comm.destroy()
+        for step in steps:
+            with pytest.raises(pynccl.InvalidUsageError, match="all_reduce by"):
+                step()
+
+    everywhere(3, rank)
+
+
+def test_a_prepared_schedule_is_checked_when_it_is_prepared() -> None:
+    def rank(comm: Any) -> None:
+        x = np.ones(4)
+        with pytest.raises(pynccl.InvalidArgumentError, match="for 3 ranks"):
+            comm.prepare("all_reduce", x, algorithm=generate("ring", 3))
+        with pytest.raises(pynccl.InvalidArgumentError, match="does not work on float64"):
+            comm.prepare("all_reduce", x, op=np.bitwise_or, algorithm="pynccl:ring")
+        with pytest.raises(pynccl.InvalidArgumentError, match="root is 0 and the call's 1"):
+            comm.prepare("reduce", x, root=1, algorithm=generate("ring", 2, collective="reduce"))
+        step = comm.prepare("broadcast", x, root=1, algorithm="pynccl:binomial")
+        x[:] = comm.rank
+        assert step().tolist() == [1.0] * 4
+
+    everywhere(2, rank)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64", "int32", "float16"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_sum_of_multiples_is_the_library_s(dtype: str, in_place: bool) -> None:
+    def rank(comm: Any) -> None:
+        x = (np.arange(9) - 4).astype(dtype)
+        with comm.premul_sum(comm.rank + 2, dtype) as op:
+            wanted = comm.all_reduce(x.copy(), op=op)
+            assert wanted[0] == 9 * x[0]
+            given = x.copy()
+            out = given if in_place else np.empty_like(x)
+            assert comm.all_reduce(given, out, op, algorithm="pynccl:ring") is out
+            np.testing.assert_array_equal(out, wanted)
+            if not in_place:
+                np.testing.assert_array_equal(given, x)
+            part = comm.reduce_scatter(x.copy(), op=op, algorithm="pynccl:ring")
+            np.testing.assert_array_equal(part, wanted[comm.rank * 3 :][:3])
+            reduced = comm.reduce(x.copy(), root=1, op=op, algorithm="pynccl:binomial")
+            if comm.rank == 1:
+                np.testing.assert_array_equal(reduced, wanted)
+            with pynccl.Stream(comm.library) as stream:
+                step = comm.prepare("all_reduce", x, op=op, out=out, algorithm="pynccl:ring")
+                out[:] = 0
+                step()
+                stream.synchronize()
+                stream.close()
+            np.testing.assert_array_equal(out, wanted)
+
+    everywhere(3, rank)
+
+
+def test_a_sum_of_multiples_that_does_not_fit_is_refused_before_anything_is_sent() -> None:
+    def rank(comm: Any) -> None:
+        x = np.ones(4)
+        op = comm.premul_sum(2, "float32")
+        with pytest.raises(
+            pynccl.InvalidArgumentError, match="premul_sum of float32 and the array is float64"
+        ):
+            comm.all_reduce(x, op=op, algorithm="pynccl:ring")
+        with pytest.raises(pynccl.InvalidArgumentError, match="cannot be compiled"):
+            compile(generate("ring", 2), comm)(x.astype("f4"), op=op)
+        op.destroy()
+        with pytest.raises(pynccl.InvalidUsageError, match="was destroyed"):
+            comm.all_reduce(x.astype("f4"), op=op, algorithm="pynccl:ring")
+        other = comm.split(0, comm.rank)
+        with pytest.raises(pynccl.InvalidArgumentError, match="this communicator's premul_sum"):
+            comm.all_reduce(x, op=other.premul_sum(2, "float64"), algorithm="pynccl:ring")
+        other.destroy()
+        np.testing.assert_array_equal(comm.all_reduce(x.copy(), algorithm="pynccl:ring"), 2 * x)
+
+    everywhere(2, rank)
+
+
+def test_what_a_function_raises_on_a_stream_is_raised_by_synchronize_and_no_rank_waits_for_ever() -> None:
+    def rank(comm: Any) -> None:
+        def picky(a: Any, b: Any) -> Any:
+            if comm.rank == 1 and a.size > 1:
+                raise RuntimeError("not like this")
+            return a + b
+
+        stream = pynccl.Stream(comm.library)
+        comm.all_reduce(np.ones(1001), op=picky, stream=stream, algorithm="pynccl:ring")
+        if comm.rank == 1:
+            with pytest.raises(RuntimeError, match="not like this"):
+                stream.synchronize()
+        else:
+            stream.synchronize()
+        stream.close()
+
+    everywhere(3, rank)

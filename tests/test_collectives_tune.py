@@ -13,7 +13,7 @@ import pytest
 
 import pynccl
 from pynccl.abi.errors import InvalidArgumentError, InvalidUsageError
-from pynccl.collectives import compiled
+from pynccl.collectives import dispatch
 from pynccl.collectives.tune import Measured, Selection, load, main, tune
 from pynccl.testing import run_ranks
 
@@ -101,14 +101,14 @@ def test_the_fastest_that_a_call_can_have_is_chosen_if_it_is_worth_it(times: dic
 
 def test_calls_use_the_table(monkeypatch: pytest.MonkeyPatch):
     used: list[tuple[str, str]] = []
-    original = compiled.run_algorithm
+    original = dispatch.run_algorithm
 
     def spy(comm: Any, call: str, *args: Any) -> Any:
         if comm.rank == 0:
             used.append((call, args[-1]))
         return original(comm, call, *args)
 
-    monkeypatch.setattr(compiled, "run_algorithm", spy)
+    monkeypatch.setattr(dispatch, "run_algorithm", spy)
 
     def one(comm: Any) -> None:
         for size in (10, 1000, 10000):

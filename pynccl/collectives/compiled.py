@@ -4,8 +4,7 @@
     ring(x)  # as comm.all_reduce(x), by this schedule
 
 Owns the translation of one rank's steps into what `pynccl/host/src/schedule.c` runs: which receives may
-reduce as they read the sender's memory, and which messages must have been taken before a step may write. And
-the choice behind ``comm.all_reduce(x, algorithm=...)``: compiled where that can be, else interpreted.
+reduce as they read the sender's memory, and which messages must have been taken before a step may write.
 """
 
 from __future__ import annotations
@@ -18,14 +17,17 @@ import numpy as np
 
 from pynccl.abi.errors import InvalidArgumentError, MissingFunctionError
 from pynccl.abi.types import RedOp, pyncclSchedule_t
-from pynccl.collectives.execute import check_call, check_proof, messages, run
+from pynccl.collectives.execute import Call, check_call, check_proof
 from pynccl.collectives.flow import flow
-from pynccl.collectives.registry import generate
+from pynccl.collectives.rounds import messages
 from pynccl.collectives.schedule import COLLECTIVES, Array, Buffer, Kind, Schedule
+from pynccl.operations import OPERATIONS, Plan
+from pynccl.prepared import Prepared
 
-__all__ = ["Compiled", "compile", "run_algorithm"]
+__all__ = ["Compiled", "compile"]
 
-PREFIX = "pynccl:"
+
+FUNCTION = "pyncclRunSchedule"
 
 
 class Compiled:
@@ -33,11 +35,11 @@ class Compiled:
 
     def __init__(self, schedule: Schedule, comm: Any, *, unchecked: bool = False) -> None:
         name = f"compile({schedule.name!r})"
-        if not comm.library.has("pyncclRunSchedule"):
+        if not comm.library.has(FUNCTION):
             raise MissingFunctionError(
                 f"{name}: {comm.library.path} runs no schedules, only pynccl's host library does; use "
                 "pynccl.collectives.run, which works with any library",
-                call="pyncclRunSchedule",
+                call=FUNCTION,
             )
         if schedule.n != comm.size:
             raise InvalidArgumentError(
@@ -52,8 +54,25 @@ class Compiled:
         self, x: Any, out: Any = None, op: Any = "sum", *, stream: Any = None, root: int | None = None
     ) -> Any:
         """Run it. ``op`` is a name; for any other reduction there is ``pynccl.collectives.run``."""
+        call, arguments, held = self._marshal(x, out, op, root)
+        self._comm._issue(f"{call.name} ({FUNCTION})", FUNCTION, arguments, stream, held)
+        return call.planned.result
+
+    def prepare(
+        self, x: Any, out: Any = None, op: Any = "sum", *, stream: Any = None, root: int | None = None
+    ) -> Prepared:
+        """The call checked and marshalled once, as ``comm.prepare`` does."""
+        call, arguments, held = self._marshal(x, out, op, root)
+        queue, handle, hold = self._comm._where(call.name, stream, call.planned)
+        what = dataclasses.replace(OPERATIONS[self.schedule.collective], name=call.name)
+        prepared = Prepared(self._comm, what, FUNCTION, (*arguments, handle), held, queue, hold)
+        self._comm._prepared.add(prepared)
+        return prepared
+
+    def _marshal(self, x: Any, out: Any, op: Any, root: int | None) -> tuple[Call, tuple[Any, ...], Plan]:
+        """The checked call, the library's arguments without the stream, and what must live until it ends."""
         call = check_call(self.schedule, self._comm, x, out, op, root=root, unchecked=self._unchecked)
-        if call.op is not None and not isinstance(call.op, str):
+        if call.op is not None and not isinstance(op, str):
             raise InvalidArgumentError(
                 f"{call.name}: op={op!r} cannot be compiled; pass 'sum', 'prod', 'max', 'min' or 'avg', or "
                 "use pynccl.collectives.run"
@@ -63,15 +82,8 @@ class Compiled:
         code = planned.op if planned.op is not None else RedOp.SUM
         # The library reads the schedule until the call is done, so it is kept alive as the arrays are.
         held = planned._replace(buffers=(*planned.buffers, part))  # type: ignore[arg-type]
-        arguments = (part.pointer, call.send, call.recv, planned.elements, planned.dtype, code)
-        self._comm._issue(
-            f"{call.name} (pyncclRunSchedule)",
-            "pyncclRunSchedule",
-            (*arguments, self._comm._handle),
-            stream,
-            held,
-        )
-        return planned.result
+        arguments = (part.structure, call.send, call.recv, planned.elements, planned.dtype, code)
+        return call, (*arguments, self._comm._handle), held
 
     def __repr__(self) -> str:
         return f"<Compiled {self.schedule!r} on {self._comm!r}>"
@@ -90,50 +102,6 @@ def compile(schedule: Schedule, comm: Any, *, unchecked: bool = False) -> Compil
     return Compiled(schedule, comm, unchecked=unchecked)
 
 
-def run_algorithm(
-    comm: Any, call: str, x: Any, out: Any, op: Any, root: int | None, stream: Any, algorithm: Any
-) -> Any:
-    """What ``algorithm=`` means when it is a schedule, a `Compiled`, or a name such as "pynccl:ring"."""
-    if isinstance(algorithm, Compiled):
-        _check_collective(call, algorithm.schedule)
-        return algorithm(x, out, op, stream=stream, root=root)
-    schedule = _named(call, algorithm, comm.size, root) if isinstance(algorithm, str) else algorithm
-    if not isinstance(schedule, Schedule):
-        raise TypeError(
-            f"{call}: algorithm must be a name such as 'ring' (the library's) or 'pynccl:ring', or a "
-            f"schedule, not {type(schedule).__name__}"
-        )
-    _check_collective(call, schedule)
-    named = isinstance(op, str) or not COLLECTIVES[call].reduces
-    if named and comm.library.has("pyncclRunSchedule"):
-        return compile(schedule, comm)(x, out, op, stream=stream, root=root)
-    return run(schedule, comm, x, out, op, stream=stream)
-
-
-def _check_collective(call: str, schedule: Schedule) -> None:
-    if schedule.collective != call:
-        raise InvalidArgumentError(
-            f"{call}: schedule {schedule.name!r} is one of {schedule.collective}; generate it with "
-            f"collective={call!r}"
-        )
-
-
-_generated: dict[tuple[str, str, int, int | None], Schedule] = {}
-
-
-def _named(call: str, algorithm: str, n: int, root: int | None) -> Schedule:
-    name = algorithm.removeprefix(PREFIX)
-    key = (call, name, n, root)
-    if key not in _generated:
-        if call not in COLLECTIVES:
-            raise InvalidArgumentError(f"{call}: algorithm={algorithm!r}: there are no schedules of {call}")
-        try:
-            _generated[key] = generate(name, n, collective=call, **({} if root is None else {"root": root}))
-        except ValueError as error:
-            raise InvalidArgumentError(f"{call}: algorithm={algorithm!r}: {error}") from error
-    return _generated[key]
-
-
 # --- translation --------------------------------------------------------------------------------------------
 
 STEP = (  # the members of pyncclScheduleStep_t, in the order in which the tuples below have them
@@ -150,10 +118,6 @@ class Part:
 
     structure: pyncclSchedule_t
     arrays: tuple[Any, ...]
-
-    @property
-    def pointer(self) -> Any:
-        return ctypes.byref(self.structure)
 
 
 def _part(schedule: Schedule, rank: int, *, in_place: bool) -> Part:

@@ -26,18 +26,20 @@ from pynccl.abi.errors import InvalidArgumentError, InvalidUsageError
 from pynccl.arrays import Buffer as Memory
 from pynccl.arrays import numpy_dtype
 from pynccl.collectives.flow import flow
-from pynccl.collectives.schedule import COLLECTIVES, Array, Buffer, Kind, Schedule
+from pynccl.collectives.rounds import Round, rounds
+from pynccl.collectives.schedule import COLLECTIVES, Buffer, Kind, Schedule
 from pynccl.collectives.verify import check_steps, verify
 from pynccl.elements import ELEMENTS, operation_name
 from pynccl.flight import gpu_flight
 from pynccl.group import group
 from pynccl.operations import OPERATIONS, Plan, plan
+from pynccl.premul import PreMulSum
 from pynccl.threadstate import current
 
 if TYPE_CHECKING:
     from pynccl.core import Core
 
-__all__ = ["Call", "Messages", "Reduction", "check_call", "messages", "run", "selftest"]
+__all__ = ["Call", "Reduction", "check_call", "execute", "run", "selftest"]
 
 
 def run(
@@ -53,13 +55,23 @@ def run(
     """Run a schedule on ``comm``; arrays and result are as for the comm's method of its collective.
 
     ``op``: "sum", "prod", "max", "min", "avg"; a ufunc (``np.logaddexp``, ``np.bitwise_xor``); a CuPy
-    elementwise kernel of (a, b, result); or a function of two arrays that returns their reduction, with the
-    same shape and dtype. It must be associative, and commutative too unless the schedule's ``Proof`` says
-    ``rank_order``. The schedule is proved when it is first used (`Fault` if it is wrong); ``unchecked=True``
-    runs one without proof. Raises InvalidArgumentError or TypeError, before anything is sent, for a schedule
-    of another number of ranks and for what the arrays or the operation do not fit.
+    elementwise kernel of (a, b, result); a function of two arrays that returns their reduction, with the same
+    shape and dtype; or ``comm.premul_sum(...)``. It must be associative, and commutative too unless the
+    schedule's ``Proof`` says ``rank_order``. The schedule is proved when it is first used (`Fault` if it is
+    wrong); ``unchecked=True`` runs one without proof. Raises InvalidArgumentError or TypeError, before
+    anything is sent, for a schedule of another number of ranks and for what the arrays or the operation do
+    not fit.
+
+    On a host stream the reductions happen in the stream's thread, so what a function raises there is raised
+    by ``synchronize``, as with ``Stream.call``. The messages behind it go all the same, so no rank waits for
+    ever, but what this rank sent from there on, and so every rank's result, is void: end the communicators.
     """
-    call = check_call(schedule, comm, x, out, op, unchecked=unchecked)
+    return execute(check_call(schedule, comm, x, out, op, unchecked=unchecked), comm, stream)
+
+
+def execute(call: Call, comm: Any, stream: Any) -> Any:
+    """Run what was checked; returns the collective's result."""
+    comm._check_open(call.name)
     if current.group is not None:
         raise InvalidUsageError(
             f"{call.name}: a schedule is a sequence of groups and cannot be inside one; call it outside of "
@@ -98,6 +110,8 @@ class Call:
     """Elements a block."""
     op: Any
     in_place: bool
+    factor: Any = None
+    """What IN is multiplied by first (premul_sum): one element."""
 
 
 def check_call(
@@ -120,8 +134,11 @@ def check_call(
     if hasattr(op, "check_schedule"):  # a `reductions.Operation`, which asks something of it
         op.check_schedule(schedule, unchecked=unchecked)
     what = OPERATIONS[schedule.collective]
-    custom = what.reduces and not isinstance(op, str)
-    if what.reduces and not custom:
+    premul = what.reduces and isinstance(op, PreMulSum)
+    custom = what.reduces and not premul and not isinstance(op, str)
+    if premul:
+        op._check_comm(name, comm)
+    elif what.reduces and not custom:
         op = operation_name(name, op)
     described = dataclasses.replace(what, reduces=False) if custom else what
     planned = plan(described, x, out, op, schedule.root if what.rooted else None, comm._place)
@@ -136,8 +153,10 @@ def check_call(
         raise InvalidArgumentError(
             f"{name}: this schedule cannot work in place; pass an out= that lies apart from x"
         )
-    reduction = op if COLLECTIVES[what.name].reduces else None
-    return Call(name, schedule, planned, memory, send, recv, count, reduction, in_place)
+    reduction, factor = ("sum", op.factor) if premul else (op, None)
+    if not COLLECTIVES[what.name].reduces:
+        reduction = None
+    return Call(name, schedule, planned, memory, send, recv, count, reduction, in_place, factor)
 
 
 def _overlap(planned: Plan) -> bool:
@@ -145,6 +164,13 @@ def _overlap(planned: Plan) -> bool:
         return planned.send == planned.recv
     x, out = planned.buffers
     return x.address < out.address + out.nbytes and out.address < x.address + x.nbytes
+
+
+def reduction_of(call: Call, comm: Any) -> Reduction | None:
+    """The reduction of a call, tried on its dtype: see `Reduction` for what is raised. None: it has none."""
+    if call.op is None:
+        return None
+    return Reduction(call.name, call.op, _dtype_of(call.memory), _module("cupy") if comm.on_gpu else np)
 
 
 def check_proof(schedule: Schedule, *, unchecked: bool = False) -> None:
@@ -239,99 +265,6 @@ class Reduction:
             ) from error
 
 
-# --- the order of messages ----------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Messages:
-    """The messages of one rank, an element each: rows of its own end, and of the other one.
-
-    ``order`` sorts the messages between two ranks alike at both ends: by the sender's round, the receiver's,
-    and the channel. A connection that knows no channels must see them in this order, and it is one in which
-    they can pass whenever the schedule cannot stop at rendezvous.
-    """
-
-    own: Array
-    other: Array
-    order: Array
-
-
-def messages(schedule: Schedule, rank: int) -> tuple[Messages, Messages]:
-    """What a rank sends, and what it receives."""
-    graph, columns, ranks = flow(schedule), schedule.columns, schedule.ranks
-    both = []
-    for own, other in ((graph.sends, graph.recvs), (graph.recvs, graph.sends)):
-        of_rank = np.flatnonzero(ranks[own] == rank)
-        mine, theirs = own[of_rank], other[of_rank]
-        sends, recvs = graph.sends[of_rank], graph.recvs[of_rank]
-        keys = (recvs, columns["channel"][sends], columns["round"][recvs], columns["round"][sends])
-        order = np.empty(len(mine), dtype=np.int64)
-        order[np.lexsort(keys)] = np.arange(len(mine))
-        both.append(Messages(mine, theirs, order))
-    return both[0], both[1]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Round:
-    """One round of a rank: spans as (buffer, chunk, chunks); ``message``: which of the received ones."""
-
-    sends: list[tuple[int, int, int, int]]  # peer, buffer, chunk, chunks
-    recvs: list[tuple[int, int, int, int]]  # the same; a buffer of -1: lands apart, to be reduced
-    local: list[tuple[int, bool, tuple[int, int], tuple[int, int], int, int]]
-    # kind, left, (src buffer, chunk), (dst buffer, chunk), chunks, index of the message in recvs or -1
-
-
-def _rounds(schedule: Schedule, rank: int) -> list[_Round]:
-    kept = vars(schedule).setdefault("_rounds", {})
-    if rank not in kept:
-        kept[rank] = _make_rounds(schedule, rank)
-    return kept[rank]
-
-
-def _make_rounds(schedule: Schedule, rank: int) -> list[_Round]:
-    first = int(schedule.first[rank])
-    order: dict[int, int] = {}
-    for ends in messages(schedule, rank):
-        order.update(zip((ends.own - first).tolist(), ends.order.tolist(), strict=True))
-    rounds: list[_Round] = []
-    last: int | None = None
-    by_round: list[list[tuple[int, Any]]] = []
-    for index, row in enumerate(schedule.rows(rank)):
-        if last is None or row["round"] != last:
-            by_round.append([])
-            last = row["round"]
-        by_round[-1].append((index, row))
-    for rows in by_round:
-        made = _Round([], [], [])
-        in_order = sorted((pair for pair in rows if pair[0] in order), key=lambda pair: order[pair[0]])
-        where: dict[int, int] = {}
-        for index, row in in_order:
-            peer, chunks = int(row["peer"]), int(row["chunks"])
-            if row["kind"] == Kind.SEND:
-                made.sends.append((peer, int(row["src_buffer"]), int(row["src_chunk"]), chunks))
-            else:
-                where[index] = len(made.recvs)
-                lands = int(row["dst_buffer"]) if row["kind"] == Kind.RECV else -1
-                made.recvs.append((peer, lands, int(row["dst_chunk"]), chunks))
-        for index, row in rows:
-            kind = int(row["kind"])
-            if kind in (Kind.SEND, Kind.RECV):
-                continue
-            src, dst = (row["src_buffer"], row["src_chunk"]), (row["dst_buffer"], row["dst_chunk"])
-            made.local.append(
-                (
-                    kind,
-                    bool(row["left"]),
-                    (int(src[0]), int(src[1])),
-                    (int(dst[0]), int(dst[1])),
-                    int(row["chunks"]),
-                    where.get(index, -1),
-                )
-            )
-        rounds.append(made)
-    return rounds
-
-
 # --- the interpreter ----------------------------------------------------------------------------------------
 
 
@@ -343,9 +276,7 @@ class _Run:
         self._call, self._comm, self._queue, self._stream = call, comm, queue, stream
         self._arrays = _module("cupy") if comm.on_gpu else np
         self._dtype = _dtype_of(memory)
-        self._reduction = (
-            Reduction(call.name, call.op, self._dtype, self._arrays) if call.op is not None else None
-        )
+        self._reduction = reduction_of(call, comm)
         self._taken: list[Any] = []
         count, blocks = call.count, (schedule.in_blocks, schedule.out_blocks)
         scratch = -(-schedule.scratch_chunks // schedule.parts) * count
@@ -356,13 +287,29 @@ class _Run:
         )
 
     def __call__(self) -> None:
-        for one in _rounds(self._call.schedule, self._comm.rank):
+        if self._call.factor is not None:
+            self._multiply()
+        for one in rounds(self._call.schedule, self._comm.rank):
             landed = self._exchange(one)
             if one.local:
                 self._then(one, landed)
         self._last()
 
-    def _exchange(self, one: _Round) -> list[Any]:
+    def _multiply(self) -> None:
+        """IN becomes memory of the run's own, with what the factor makes of the caller's."""
+        given, *others = self._buffers
+        scaled = self._take(given.size)
+        self._buffers = (scaled, *others)
+
+        def work() -> None:
+            self._arrays.multiply(given, self._arrays.asarray(self._call.factor).reshape(1), out=scaled)
+
+        if self._queue is None:
+            work()
+        else:
+            self._queue.call(work)
+
+    def _exchange(self, one: Round) -> list[Any]:
         """Send and receive; where each received message lies. A message of no elements is not sent."""
         comm, stream = self._comm, self._stream
         landed = [
@@ -383,7 +330,7 @@ class _Run:
             comm.wait()  # the messages may not even be on the stream yet, and a reduction is to follow them
         return landed
 
-    def _then(self, one: _Round, landed: list[Any]) -> None:
+    def _then(self, one: Round, landed: list[Any]) -> None:
         def work() -> None:
             for kind, left, src, dst, chunks, message in one.local:
                 to = self._span(*dst, chunks)
@@ -412,6 +359,8 @@ class _Run:
             if self._reduction is not None and out is not None:
                 self._reduction.finish(out, self._call.schedule.n)
             self._give(self._buffers[Buffer.SCRATCH])
+            if self._call.factor is not None:
+                self._give(self._buffers[Buffer.IN])
 
         if self._queue is None:
             end()
