@@ -1,4 +1,7 @@
-"""`python -m bench.all_reduce_perf -b 8 -e 64M -f 2 -g 2`: nccl-tests' all_reduce_perf. Options: -h."""
+"""nccl-tests' all_reduce_perf: every rank gets the reduction of all.
+
+python -m bench.all_reduce_perf -b 8 -e 64M -f 2 -g 2    # options: -h
+"""
 
 import sys
 

@@ -28,7 +28,8 @@ TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 PLACEMENTS = ("out_of_place", "in_place")
 
 _COLUMNS = "# %10s  %12s  %8s  %6s  %6s"
-_BODY = "  %7s  %6s  %6s  %6s"
+_NUMBERS = "  %7s  %6s  %6s"
+_BODY = _NUMBERS + "  %6s"
 _PER_ITERATION = "  %7s  %7s  %7s  %7s"
 
 
@@ -125,13 +126,13 @@ class Row:
 
 
 def measurement_text(measurement: Measurement) -> str:
-    wrong = "%6s" % "N/A" if measurement.wrong is None else "%6g" % measurement.wrong
-    text = _BODY % (
+    text = _NUMBERS % (
         float_text(1e6 * measurement.seconds, 7),
         float_text(measurement.algbw, 6),
         float_text(measurement.busbw, 6),
-        wrong,
     )
+    # One column less than a number takes: so does nccl-tests.
+    text += "    N/A" if measurement.wrong is None else "  %6g" % measurement.wrong
     if measurement.iterations:
         columns = measurement.iterations.columns()
         text += _PER_ITERATION % tuple(
@@ -276,6 +277,10 @@ class Report:
         self._in_row = False
         self._row |= {"actual_iterations": self._options.iterations, "experiment_name": ""}
         self._rows.append(self._row)
+
+    def comment(self, line: str) -> None:
+        """A line between rows, which parsers pass over; it begins with #."""
+        self._say(line)
 
     def finish(self, out_of_bounds: int, least_busbw: float | None, memory: str | None = None) -> bool:
         """The lines below the last row; True if nothing was wrong and the bandwidth is what was asked for.

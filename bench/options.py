@@ -74,6 +74,7 @@ class Options:
     per_iteration_skip: int
     csv: str | None
     buffers: str
+    hot: bool
     library: str | None
 
     def sizes(self) -> Iterator[int]:
@@ -213,6 +214,7 @@ OPTIONS = (
     Option(None, "csv", "csv", _ending_in(".csv"), None, "FILE.csv", "write CSV too, a row per result"),
     Option(None, "buffers", "buffers", _one_of("mapped", "plain"), "mapped", "mapped|plain",
            "from ncclMemAlloc as nccl-tests does (mapped), or ordinary arrays (plain)"),
+    Option(None, "hot", "hot", _switch, False, "0|1", "1: all calls on the same piece of the buffers"),
     Option(None, "library", "library", str, None, "WHICH", "nccl, host or a path (PYNCCL_LIBRARY)"),
 )  # fmt: skip
 

@@ -109,7 +109,7 @@ def test_a_number_keeps_as_many_decimals_as_its_column_has_room_for(value: float
 
 
 def test_unchecked_rows_say_so_and_large_counts_are_shortened():
-    assert measurement_text(Measurement(1e-6, 1, 1, None)).endswith("     N/A")
+    assert measurement_text(Measurement(1e-6, 1, 1, None)).endswith("    1.00    N/A")
     assert measurement_text(Measurement(1e-6, 1, 1, 12345678)).endswith("  1.23457e+07")
 
 

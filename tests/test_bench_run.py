@@ -48,11 +48,11 @@ def run_processes(repo: Path, *arguments: str, status: int = 0, **variables: str
 
 
 def break_the_call(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Any, Any], None]) -> None:
-    """Make all_reduce end with `spoil(comm, result)`."""
+    """Make the operation end with `spoil(comm, result)`."""
     row = COLLECTIVES[PROGRAM]
 
-    def call(comm: Any, x: Any, out: Any, *rest: Any) -> Callable[[], Any]:
-        right = row.call(comm, x, out, *rest)
+    def call(comm: Any, case: Any, layout: Any, x: Any, out: Any, *rest: Any) -> Callable[[], Any]:
+        right = row.call(comm, case, layout, x, out, *rest)
 
         def spoilt() -> None:
             right()

@@ -1,0 +1,11 @@
+"""nccl-tests' reduce_perf: the root gets the reduction of all.
+
+python -m bench.reduce_perf -b 8 -e 64M -f 2 -g 2    # options: -h
+"""
+
+import sys
+
+from bench.runner import main
+
+if __name__ == "__main__":
+    sys.exit(main("reduce_perf"))
