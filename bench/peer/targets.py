@@ -1,0 +1,119 @@
+"""What ours has to reach, as data: parts of the fastest peer's time, and of the machine's memory roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bench.peer.cases import Case
+
+__all__ = [
+    "KIB",
+    "MIB",
+    "MISSES",
+    "TARGETS",
+    "Band",
+    "Bound",
+    "Miss",
+    "ratio_target",
+    "roofline_target",
+    "why",
+]
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@dataclass(frozen=True)
+class Bound:
+    """At most this part of the fastest peer's time, by buffers: with a core for every rank, and with fewer."""
+
+    roomy: dict[str, float]
+    crowded: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Band:
+    """Sizes from `least` to `most` bytes. Between bands and beyond them: no slower than any peer."""
+
+    least: int
+    most: int
+    bound: Bound
+
+
+TARGETS = (
+    Band(
+        1,
+        4 * KIB,
+        Bound(
+            roomy={"plain": 0.7, "mapped": 0.7, "prepared": 0.4},
+            crowded={"plain": 0.7, "mapped": 0.7, "prepared": 0.7},
+        ),
+    ),
+    Band(
+        64 * KIB,
+        1 * MIB,
+        Bound(
+            roomy={"plain": 0.6, "mapped": 0.2, "prepared": 0.6},
+            crowded={"plain": 0.8, "mapped": 0.5, "prepared": 0.8},
+        ),
+    ),
+    Band(
+        16 * MIB,
+        64 * MIB,
+        Bound(
+            roomy={"plain": 0.6, "mapped": 0.25, "prepared": 0.6},
+            crowded={"plain": 0.6, "mapped": 0.25, "prepared": 0.6},
+        ),
+    ),
+)
+NO_SLOWER = 1.0
+
+ROOFLINE_FROM = 1 * MIB
+ROOFLINE_TARGET = {"roomy": 0.8, "crowded": 0.7}  # at least, for mapped arrays
+
+
+def ratio_target(case: Case, buffers: str, cores: int, quiet: bool = True) -> float:
+    """Ours over the fastest peer is to be at most this. While others use the cores: no slower than any peer."""
+    for band in TARGETS if quiet else ():
+        if band.least <= case.bytes <= band.most:
+            return (band.bound.roomy if case.ranks <= cores else band.bound.crowded)[buffers]
+    return NO_SLOWER
+
+
+def roofline_target(case: Case, buffers: str, cores: int, quiet: bool = True) -> float | None:
+    """Roofline's time over ours is to be at least this; None where nothing is asked."""
+    if not quiet or buffers != "mapped" or case.bytes < ROOFLINE_FROM:
+        return None
+    return ROOFLINE_TARGET["roomy" if case.ranks <= cores else "crowded"]
+
+
+# --- known misses -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Miss:
+    """Why some rows miss, as measured; docs/performance.md has the measurement."""
+
+    op: str  # "*": every operation
+    ranks: int
+    least: int
+    most: int
+    buffers: tuple[str, ...]
+    why: str
+
+
+MISSES: tuple[Miss, ...] = ()
+
+
+def why(row: Mapping[str, Any]) -> str | None:
+    """What is known about a missed row, or None."""
+    for miss in MISSES:
+        if (
+            miss.op in ("*", row["op"])
+            and miss.ranks == row["ranks"]
+            and miss.least <= row["bytes"] <= miss.most
+            and row["buffers"] in miss.buffers
+        ):
+            return miss.why
+    return None

@@ -1,0 +1,141 @@
+"""One rank of a side: it makes arrays, checks a call, and times calls, when told to.
+
+The parent listens on the Unix socket `argv[1]`; a rank connects, says `{"rank", "pid", "version"}`, and answers
+each line with one of JSON:
+
+    setup KEY OP BYTES LOADS STORES ELEMENTS    arrays for a case, a checked call -> {"wrong": elements}
+    time KEY COUNT                              COUNT calls back to back after a barrier -> {"seconds": mean}
+    forget                                      drop all arrays -> {}
+
+A rank that nobody asks waits in a read of that socket, outside its library: it takes no processor time, so all
+sides can live at once and take turns. The end of the socket is the end of the rank.
+
+Standard library only: other libraries' environments import this. The three last words of `setup` are for
+`roofline.c`, which moves streams and knows no operations.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, Protocol
+
+from bench.peer.cases import FLOAT
+
+__all__ = ["Calls", "Library", "expected", "serve", "source"]
+
+PERIOD = 64  # of the values of an input: small integers, whose sums are exact in float32 in any order
+
+
+@dataclass
+class Calls:
+    """A collective on arrays that stay: what to call, and where its result is. `args` are made outside the clock."""
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    input: Any
+    result: Any
+
+
+class Library(Protocol):
+    """What a side is to the worker. Arrays are one-dimensional float32: NumPy's or torch's."""
+
+    rank: int
+    ranks: int
+    version: str
+
+    def set_up(self, kind: str, op: str, elements: int) -> Calls:
+        """Arrays and a call for `op`; `kind` is the KEY that the parent gave."""
+
+    def pattern(self, count: int) -> Any:
+        """0, 1, ... PERIOD-1, 0, 1, ...: `count` values."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+    def forget(self) -> None:
+        """The arrays of earlier set_ups are not used any more."""
+
+
+def serve(library: Library) -> None:
+    """Obey the parent until it ends."""
+    with socket.socket(socket.AF_UNIX) as wire:
+        wire.connect(sys.argv[1])
+        lines = wire.makefile("r")
+        known: dict[str, Calls] = {}
+        hello = {"rank": library.rank, "pid": os.getpid(), "version": library.version}
+        wire.sendall(json.dumps(hello).encode() + b"\n")
+        for line in lines:
+            wire.sendall(json.dumps(_obey(library, known, line.split())).encode() + b"\n")
+
+
+def _obey(library: Library, known: dict[str, Calls], words: list[str]) -> dict[str, Any]:
+    match words:
+        case ["setup", key, op, size, _, _, _]:
+            known[key] = library.set_up(key, op, int(size) // FLOAT)
+            return {"wrong": _check(library, op, known[key], int(size) // FLOAT)}
+        case ["time", key, count]:
+            return {"seconds": _mean_seconds(library, known[key], int(count))}
+        case ["forget"]:
+            known.clear()
+            library.forget()
+            gc.collect()
+            return {}
+    raise ValueError(f"worker: {' '.join(words)!r} is no command")
+
+
+def _mean_seconds(library: Library, calls: Calls, count: int) -> float:
+    call, args = calls.call, calls.args
+    call(*args)  # the rank slept until now
+    library.barrier()
+    start = time.perf_counter()
+    for _ in repeat(None, count):
+        call(*args)
+    return (time.perf_counter() - start) / count
+
+
+# --- is it right? -------------------------------------------------------------------------------------------
+
+
+def _check(library: Library, op: str, calls: Calls, elements: int) -> int:
+    """Wrong elements of one call's result on this rank. The input is zero afterwards: in-place sums stay finite."""
+    rank, ranks = library.rank, library.ranks
+    calls.result[:] = -1.0
+    calls.input[:] = source(library, op, rank, ranks, elements)
+    library.barrier()
+    calls.call(*calls.args)
+    wrong = int((calls.result != expected(library, op, rank, ranks, elements)).sum())
+    calls.input[:] = 0.0
+    return wrong
+
+
+def source(library: Library, op: str, rank: int, ranks: int, elements: int) -> Any:
+    """A rank's input: element i is i modulo PERIOD, and one more than its rank."""
+    return library.pattern(elements // ranks if op == "all_gather" else elements) + float(rank + 1)
+
+
+def expected(library: Library, op: str, rank: int, ranks: int, elements: int) -> Any:
+    """A rank's result."""
+    block = elements // ranks
+    mine = slice(rank * block, (rank + 1) * block)
+    match op:
+        case "all_reduce":
+            return library.pattern(elements) * ranks + ranks * (ranks + 1) / 2
+        case "reduce_scatter":
+            return (library.pattern(elements) * ranks + ranks * (ranks + 1) / 2)[mine]
+        case "broadcast":
+            return library.pattern(elements) + 1.0
+        case "all_gather" | "alltoall":
+            got = library.pattern(block) if op == "all_gather" else library.pattern(elements)[mine]
+            result = library.pattern(elements)
+            for peer in range(ranks):
+                result[peer * block : (peer + 1) * block] = got + float(peer + 1)
+            return result
+    raise ValueError(f"worker: {op!r} is no operation")
