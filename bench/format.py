@@ -198,13 +198,14 @@ class Report:
         self, program: str, options: Options, out: IO[str], *, arguments: Sequence[str] = ()
     ) -> None:
         self._program, self._options, self._out = program, options, out
-        self._ranks = 0
+        self._ranks, self._library = 0, ""
         self._in_row = False
         self._busbw: list[float] = []
         self._row: dict[str, Any] = {}
         self._rows: list[dict[str, Any]] = []
         self._table: list[dict[str, Any]] = []
         self._json_file = _open_new(options.output) if options.output else None
+        self._csv_file = _open_new(options.csv) if options.csv else None
         self._document: dict[str, Any] = {
             "version": JSON_FILE_VERSION,
             "start_time": time.strftime(TIME_FORMAT),
@@ -212,6 +213,8 @@ class Report:
         }
         if self._json_file:
             self._say(f"# Writing JSON output to {self._json_file.name}")
+        if self._csv_file:
+            self._say(f"# Writing CSV output to {self._csv_file.name}")
 
     def start(
         self,
@@ -228,6 +231,7 @@ class Report:
         self._document["env"] = [f"{name}={value}" for name, value in sorted(environment.items())]
         self._document["nccl_version"] = library
         self._document["pynccl"] = dict(about)
+        self._library = str(about.get("library", ""))
         self._document["config"] = {**_config(self._options), "devices": [_device(one) for one in devices]}
         self._document["results"] = self._rows
         lines = opening_text(self._program, self._options, headers, library)
@@ -254,11 +258,14 @@ class Report:
         self._table.append(
             {
                 "collective": self._program.removesuffix("_perf"),
+                "library": self._library,
                 "ranks": self._ranks,
                 **{name: self._row[name] for name in ("size", "count", "type", "redop")},
                 "root": int(self._row["root"]),
                 "placement": placement,
                 "buffers": self._options.buffers,
+                "hot": int(self._options.hot),
+                "aggregated": self._options.aggregated,
                 "time_us": _double(1e6 * measurement.seconds),
                 "alg_bw": _double(measurement.algbw),
                 "bus_bw": _double(measurement.busbw),
@@ -318,9 +325,11 @@ class Report:
             with self._json_file as file:
                 json.dump(self._document, file, indent=1)
                 file.write("\n")
-        if self._options.csv and self._table:
-            with open(self._options.csv, "w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, list(self._table[0]))
+        if self._csv_file:
+            with self._csv_file as file:
+                writer = csv.DictWriter(
+                    file, list(self._table[0]) if self._table else [], lineterminator="\n"
+                )
                 writer.writeheader()
                 writer.writerows(self._table)
 
@@ -362,6 +371,7 @@ def _config(options: Options) -> dict[str, Any]:
         "parallel_init": _bool(options.parallel_init),
         "average": AVERAGES[options.average],
         "buffers": options.buffers,
+        "hot": options.hot,
     }
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 __all__ = ["Device", "Iterations", "ParseError", "Record", "Run", "read", "read_all"]
 
-NEWEST_JSON = 3
+NEWEST_JSON = 4  # 2.20's, which adds keys to 2.19's
 
 
 class ParseError(ValueError):
@@ -150,7 +150,9 @@ _STARTING = re.compile(r"# Collective test starting: (\S+)")
 _CONCLUDED = re.compile(r"# Collective test concluded: (\S+)")
 _SETTINGS = re.compile(r"# nThread\s+(\d+)")
 _HEADER = re.compile(r"#\s+size\s+count\s+")
-_WORRYING = re.compile(r"# error: (.+)|# Reducing maxBytes.*|.*Test (?:NCCL|CUDA) failure.*|.*Test failure.*")
+_WORRYING = re.compile(
+    r"# error: (.+)|# Reducing maxBytes.*|.*Test (?:NCCL|CUDA) failure.*|.*Test failure.*|nRanks .*skipping"
+)
 
 
 class _TextReader:
@@ -289,8 +291,8 @@ def _from_json(text: str, name: str) -> Run:
             f"{name}: broken JSON ({error}); a run that was killed leaves its file unfinished"
         ) from None
     version = document.get("version")
-    if not isinstance(version, int) or "args" not in document:
-        raise ParseError(f"{name}: no JSON of nccl-tests: its -J files have 'version', 'args' and 'results'")
+    if not isinstance(version, int) or "nccl_version" not in document:
+        raise ParseError(f"{name}: no JSON of nccl-tests: its -J files have 'version' and 'nccl_version'")
     notes = (
         [f"version {version} of the JSON format, newer than {NEWEST_JSON}"] if version > NEWEST_JSON else []
     )
@@ -312,7 +314,7 @@ def _from_json(text: str, name: str) -> Run:
     )
     average = document.get("average_bus_bandwidth", {}).get("bandwidth")
     return Run(
-        program=Path(document["args"][0]).name if document["args"] else "",
+        program=Path(next(iter(document.get("args", ())), "")).name,
         ranks=_ranks(devices, config.get("nthreads", 1) * config.get("ngpus", 1)),
         library=_json_library(document),
         devices=devices,
