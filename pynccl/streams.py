@@ -72,6 +72,11 @@ class Stream:
         """Whether it was closed, or belongs to the process that forked this one."""
         return self._flight.handle is None
 
+    @property
+    def failed(self) -> bool:
+        """Whether a function of ``call`` has raised what nobody was told yet; ``synchronize`` raises it."""
+        return bool(self._flight.raised)
+
     def synchronize(self, timeout: float | None = None) -> None:
         """Wait until all work queued so far is done, and raise its first error.
 

@@ -31,6 +31,7 @@ from .scaling import DynamicLossScale, StaticLossScale, token_scale, total_token
 from .schedules import constant, cosine, linear_warmup, step_decay
 from .start import fully_shard
 from .trace import Tracer
+from .transport import Way
 from .unit import Shard, Unit
 from .updates import Rule
 
@@ -58,6 +59,7 @@ __all__ = [
     "Strategy",
     "Tracer",
     "Unit",
+    "Way",
     "by_layer",
     "by_size",
     "constant",

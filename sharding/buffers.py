@@ -23,8 +23,8 @@ ALIGN = 64  # of a group inside a slot: a cache line
 class Counters:
     """What really happened, to be held against what should: calls, bytes sent and buffers in use.
 
-    Bytes are those that this rank sends in a ring: a gathered unit of s bytes on N ranks costs
-    s * (N - 1) / N.
+    Bytes are those that this rank sends, as `Transport.bytes_sent` has them: by the library's own collectives
+    a gathered unit of s bytes on N ranks costs s * (N - 1) / N, as in a ring.
     """
 
     all_gather: int = 0
@@ -46,12 +46,11 @@ class Counters:
             "all_reduce": self.all_reduce,
         }
 
-    def count(self, what: str, buffer_bytes: int, ranks: int) -> None:
-        """One collective over a whole buffer of `buffer_bytes`."""
+    def count(self, what: str, sent: float) -> None:
+        """One collective, for which this rank sends so many bytes."""
         setattr(self, what, getattr(self, what) + 1)
-        passes = 2 if what == "all_reduce" else 1
         name = f"{what}_bytes"
-        setattr(self, name, getattr(self, name) + passes * buffer_bytes * (ranks - 1) / ranks)
+        setattr(self, name, getattr(self, name) + sent)
 
 
 @dataclass

@@ -47,6 +47,7 @@ class ShardedModel:
         self.layout, self.strategy, self.precision = setup.layout, setup.strategy, setup.precision
         self.reduce_op, self.reshard_after_forward = setup.reduce_op, bool(setup.reshard)
         self.prefetch, self.debug = prefetch, debug
+        self.transport = setup.transport
         self.names, self.homes, self.owners = setup.names, setup.homes, setup.owners
         self.mappings = setup.mappings
         self.counters = Counters()
@@ -143,6 +144,15 @@ class ShardedModel:
         return self.mesh.replicate_size
 
     @property
+    def collectives(self) -> dict[str, list[Any]]:
+        """What the objects in `fully_shard(collectives=...)` have made, by collective, since the last reset.
+
+        Of `pynccl.collectives.Compressed` these are compressors: `model.collectives["reduce_scatter"][0]
+        .report()` tells bytes and errors, between microbatches.
+        """
+        return self.transport.made()
+
+    @property
     def phase(self) -> str:
         """RESTING, FORWARD or BACKWARD."""
         return self.walk.phase
@@ -222,6 +232,7 @@ class ShardedModel:
             self.runtime.abandon()
             self.reducer.abandon()
             self.gatherer.abandon()
+            self.transport.forget()
             self._cleared = True
 
     @contextmanager
@@ -257,6 +268,7 @@ class ShardedModel:
     def loaded(self) -> None:
         """All weights are those of a checkpoint, on every rank. Collective if `zero_grad` is."""
         self._steps = 0
+        self.transport.forget()
         self.zero_grad()
         self.updated()
 
@@ -367,6 +379,7 @@ class ShardedModel:
             unit.install(self._unit_layouts[unit.name], *memory)
         self.gatherer.resize()
         self.reducer.resize()
+        self.transport.forget()
         self.zero_grad()
         self.updated()
 

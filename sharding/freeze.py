@@ -15,6 +15,7 @@ from .build import from_arrays, make_shards
 from .inputs import compare_lines
 from .layout import FlatGroup, Layout, Spec, UnitLayout, matcher, numpy_dtype, plan
 from .policy import is_floating
+from .transport import ring_bytes
 from .unit import views_of
 from .walk import PhaseError
 
@@ -82,7 +83,7 @@ class Relayout:
             flat[...] = array
         else:
             model.mesh.gather.all_gather(array, out=flat)
-            model.counters.count("all_gather", flat.nbytes, model.shard_size)
+            model.counters.count("all_gather", ring_bytes("all_gather", flat.nbytes, model.shard_size))
         return views_of(group, flat)
 
 
@@ -100,13 +101,16 @@ def set_trainable(model: ShardedModel, patterns: Sequence[str], trainable: bool)
                 "step, or after zero_grad()"
             )
         changed = _taken(model, patterns, trainable, call)
+        new = _planned(model, set(changed))
+        sizes = model.shard_size, model.replicate_size
+        model.transport.check_layout(call, new, model.precision, *sizes)
     except (PhaseError, ValueError, TypeError) as caught:
         error = caught
     agree(model.comm, error)
     compare_lines(model.comm, changed, call)
     if changed:
         with model.ending_all_ranks():
-            _lay_out(model, set(changed))
+            _lay_out(model, new)
     return changed
 
 
@@ -121,16 +125,20 @@ def _taken(model: ShardedModel, patterns: Sequence[str], trainable: bool, call: 
     return [name for name in taken if model.is_trainable(name) != trainable]
 
 
-def _lay_out(model: ShardedModel, changed: set[str]) -> None:
-    """Make everything that is new, then put it in place: a failure before that changes nothing."""
-    model.updated()  # nothing is unsharded
+def _planned(model: ShardedModel, changed: set[str]) -> Layout:
+    """The layout with the trainability of some parameters changed."""
     specs = []
     for name in model.names:
         if name not in model.owners:
             entry, shard = model.entry_of(name)
             specs.append(Spec(name, entry.shape, shard.group.dtype, shard.trainable != (name in changed)))
     order = [unit.name for unit in model.layout.units]
-    new = plan(specs, model.homes, order, model.shard_size, model.owners)
+    return plan(specs, model.homes, order, model.shard_size, model.owners)
+
+
+def _lay_out(model: ShardedModel, new: Layout) -> None:
+    """Make everything that is new, then put it in place: a failure before that changes nothing."""
+    model.updated()  # nothing is unsharded
     relayout = Relayout(model, model.layout, new)
     made = {}
     for before, after in zip(model.layout.units, new.units, strict=True):

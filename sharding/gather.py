@@ -86,11 +86,12 @@ class Gatherer:
         from_part = unit.part if model.phase == "BACKWARD" else None
         comm = model.mesh.gather if from_part is None else model.mesh.parts
         sources = [shard.source for shard in unit.shards] if from_part is None else from_part
-        for source, full in zip(sources, weights.gathered, strict=True):
+        for shard, source, full in zip(unit.shards, sources, weights.gathered, strict=True):
             if full.size:
                 with model.events.timed("all_gather", unit.name, self._stream, "gather stream"):
-                    comm.all_gather(source, out=full, **model.runtime.on(self._stream))
-                model.counters.count("all_gather", full.nbytes, comm.size)
+                    on = model.runtime.on(self._stream)
+                    sent = model.transport.call("all_gather", comm, shard.key, source, out=full, **on)
+                model.counters.count("all_gather", sent)
         weights.mark = model.runtime.mark(self._stream, comm)
 
     def ready(self, unit: Unit) -> None:

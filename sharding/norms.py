@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .transport import ring_bytes
+
 if TYPE_CHECKING:
     from .engine import ShardedModel
 
@@ -71,7 +73,7 @@ def _total(model: ShardedModel, value: Any, op: str) -> float:
     if model.shard_size > 1:
         with model.ending_all_ranks():
             model.mesh.reduce.all_reduce(local, op=op)
-        model.counters.count("all_reduce", 8, model.shard_size)
+        model.counters.count("all_reduce", ring_bytes("all_reduce", 8, model.shard_size))
     return float(local[0])
 
 

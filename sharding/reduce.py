@@ -155,15 +155,20 @@ class Reducer:
         model = self.model
         model.runtime.follow(self._stream)
         for shard in unit.trainable:
-            self._over_replicas(unit, shard.grad)
+            self._over_replicas(shard, shard.grad)
         self._pend(unit, None, [], model.mesh.replicas)
 
-    def _over_replicas(self, unit: Unit, gradient: Any) -> None:
+    def _over_replicas(self, shard: Shard, gradient: Any) -> None:
+        if self.model.replicate_size > 1 and gradient.size:
+            self._reduce("all_reduce", self.model.mesh.replicas, shard, gradient)
+
+    def _reduce(self, what: str, comm: Any, shard: Shard, gradient: Any, **out: Any) -> None:
+        """One collective on the stream, counted."""
         model = self.model
-        if model.replicate_size > 1 and gradient.size:
-            with model.events.timed("all_reduce", unit.name, self._stream, "reduce stream"):
-                model.mesh.replicas.all_reduce(gradient, op=model.reduce_op, **model.runtime.on(self._stream))
-            model.counters.count("all_reduce", gradient.nbytes, model.replicate_size)
+        with model.events.timed(what, shard.unit, self._stream, "reduce stream"):
+            on = model.runtime.on(self._stream)
+            sent = model.transport.call(what, comm, shard.key, gradient, op=model.reduce_op, **out, **on)
+        model.counters.count(what, sent)
 
     def _reduce_scatter(self, unit: Unit, whole: list[Any], slot: Slot) -> None:
         """Into the shard's gradient if nothing is there yet, else in place, to be added on arrival."""
@@ -175,12 +180,8 @@ class Reducer:
             part = flat[first : first + shard.group.shard]
             target = shard.grad if shard.fresh else part
             if flat.size:
-                with model.events.timed("reduce_scatter", unit.name, self._stream, "reduce stream"):
-                    model.mesh.reduce.reduce_scatter(
-                        flat, out=target, op=model.reduce_op, **model.runtime.on(self._stream)
-                    )
-                model.counters.count("reduce_scatter", flat.nbytes, model.shard_size)
-                self._over_replicas(unit, target)
+                self._reduce("reduce_scatter", model.mesh.reduce, shard, flat, out=target)
+                self._over_replicas(shard, target)
             if target is part:
                 sums.append((shard, part))
             shard.fresh = False

@@ -34,6 +34,7 @@ import numpy as np
 from .buffers import slot_bytes
 from .layout import Layout, UnitLayout
 from .policy import Dtypes, MixedPrecision, Strategy, dtypes_of
+from .transport import Transport, ring_bytes
 
 if TYPE_CHECKING:
     from .engine import ShardedModel
@@ -75,11 +76,21 @@ class Setting:
     """The unit that stays whole through a microbatch, if there is one."""
     slots: int = 2
     """State arrays of the optimizer."""
+    transport: Transport = field(default_factory=Transport)
+    """How the collectives travel."""
+    shard_rank: int = 0
+    replicate_rank: int = 0
+    """Whose bytes are told: by a schedule not all ranks send equally many."""
 
     @property
     def reduces_each(self) -> bool:
         """Gradients are reduced after each microbatch."""
         return self.strategy.reduces_each and self.shard_size > 1
+
+    def sent(self, what: str, elements: int, dtype: np.dtype, ranks: int) -> float:
+        """Bytes that this rank sends for a whole buffer in a group of so many ranks."""
+        rank = self.replicate_rank if what == "all_reduce" else self.shard_rank % ranks
+        return self.transport.bytes_sent(what, elements, dtype, ranks, rank)
 
     def stays(self, unit: str) -> bool:
         """The unit's weights are whole between uses."""
@@ -155,7 +166,7 @@ def predict(
     sent = {name: math.fsum(unit.sent[name] for unit in units) for name in COLLECTIVES}
     if setting.shard_size > 1:
         calls["all_reduce"] += norms
-        sent["all_reduce"] += norms * _sent("all_reduce", 8, setting.shard_size)
+        sent["all_reduce"] += norms * ring_bytes("all_reduce", 8, setting.shard_size)
     total = UnitCost(
         "total",
         sum(unit.parameters for unit in units),
@@ -175,9 +186,9 @@ def _unit(unit: UnitLayout, setting: Setting, microbatches: int, sync: bool) -> 
     calls = dict.fromkeys(COLLECTIVES, 0)
     sent = dict.fromkeys(COLLECTIVES, 0.0)
 
-    def count(what: str, times: int, buffer: int, ranks: int) -> None:
+    def count(what: str, times: int, elements: int, dtype: np.dtype, ranks: int) -> None:
         calls[what] += times
-        sent[what] += times * _sent(what, buffer, ranks)
+        sent[what] += times * setting.sent(what, elements, dtype, ranks)
 
     for group in unit.groups:
         dtypes = dtypes_of(group, setting.precision)
@@ -189,11 +200,12 @@ def _unit(unit: UnitLayout, setting: Setting, microbatches: int, sync: bool) -> 
             weights += group.shard * dtypes.master.itemsize
         if n > 1 and group.numel:
             if stays:
-                count("all_gather", 1, full, n)
+                count("all_gather", 1, group.padded, dtypes.gather, n)
             else:
-                count("all_gather", microbatches, full, n)
+                count("all_gather", microbatches, group.padded, dtypes.gather, n)
                 if setting.reshard_after_forward:
-                    count("all_gather", microbatches, full, _gathered_from(setting))
+                    near = _gathered_from(setting)
+                    count("all_gather", microbatches, group.padded, dtypes.gather, near)
         if not group.trainable:
             continue
         whole = not setting.reduces_each
@@ -204,20 +216,17 @@ def _unit(unit: UnitLayout, setting: Setting, microbatches: int, sync: bool) -> 
         reductions = microbatches if setting.reduces_each and sync else 1
         if group.numel:
             if n > 1:
-                count("reduce_scatter", reductions, group.padded * dtypes.reduce.itemsize, n)
+                count("reduce_scatter", reductions, group.padded, dtypes.reduce, n)
+                gradients += setting.transport.bytes_kept("reduce_scatter", group.padded, n)
             if setting.replicate_size > 1:
-                part = group.shard * dtypes.reduce.itemsize
-                count("all_reduce", reductions, part, setting.replicate_size)
+                replicas = setting.replicate_size
+                count("all_reduce", reductions, group.shard, dtypes.reduce, replicas)
+                gradients += setting.transport.bytes_kept("all_reduce", group.shard, replicas)
     live = (0 if stays else slot_bytes(_weight_shapes(unit, setting))) + slot_bytes(
         _gradient_shapes(unit, setting)
     )
     parameters = sum(group.numel for group in unit.groups)
     return UnitCost(unit.name, parameters, weights, gradients, optimizer, live, calls, sent)
-
-
-def _sent(what: str, buffer: int, ranks: int) -> float:
-    """Bytes that one rank sends for a whole buffer of so many bytes, in a ring (as Counters count)."""
-    return (2 if what == "all_reduce" else 1) * buffer * (ranks - 1) / ranks
 
 
 def _gathered_from(setting: Setting) -> int:
@@ -293,6 +302,9 @@ def setting_of(model: ShardedModel, optimizer: Any = "adamw") -> Setting:
         model.precision,
         model.root.name if model.root is not None else None,
         slots,
+        model.transport,
+        model.shard_rank,
+        model.replicate_rank,
     )
 
 

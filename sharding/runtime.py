@@ -125,6 +125,8 @@ class _HostMark:
     def wait(self) -> None:
         """An event only says that the calls are over; their communicators know whether they failed."""
         self.event.synchronize()
+        if self.stream.failed:  # a function of `Stream.call`, as compression makes
+            self.stream.synchronize()
         for comm in self.comms:
             if comm is not None and (code := comm.async_error()):
                 self.stream.synchronize()  # raises the error with its text

@@ -20,6 +20,7 @@ from .layout import ROOT, Layout, Spec, Units, assign, by_size, matcher, plan
 from .mesh import Mesh, mesh_shape
 from .policy import MixedPrecision, Strategy, is_floating, strategy_named
 from .runtime import runtime_for
+from .transport import Transport
 from .tree import mapping_paths
 
 __all__ = ["Setup", "fully_shard"]
@@ -40,6 +41,7 @@ def fully_shard(
     broadcast_from: int | None = 0,
     init: Callable[[str, tuple[int, ...], np.dtype], Any] | None = None,
     shapes: Any = None,
+    collectives: Mapping[str, Any] | None = None,
     debug: bool = False,
 ) -> ShardedModel:
     """Divide a model over the ranks of `comm`. Collective; returns the engine for the training loop.
@@ -68,6 +70,12 @@ def fully_shard(
         Instead of params: `init(name, shape, dtype)` makes one parameter at a time, the same on every rank
         (which is checked); `shapes` is a tree of `(shape, dtype)` pairs or of things with .shape and .dtype.
         The whole model never exists on a rank.
+    collectives
+        How weights and gradients travel, where not by the library's own choice: a dict with any of
+        "all_gather" (weights), "reduce_scatter" (gradients) and "all_reduce" (gradients over equal shards),
+        as far as the strategy has them. Each is the name of an algorithm ("pynccl:ring"; "ring" is the
+        library's), a schedule of `pynccl.collectives` for as many ranks as the group has, or a `Way`, such as
+        `pynccl.collectives.Compressed(Integers(8))` for gradients.
     debug
         Fill released buffers with NaN, so that an array kept beyond its context is found out.
 
@@ -94,6 +102,7 @@ def fully_shard(
             init=init,
             shapes=shapes,
             broadcast_from=broadcast_from,
+            collectives=collectives,
         )
     except Exception as caught:  # whatever the user's functions raise: every rank must hear of it
         error = caught
@@ -112,6 +121,12 @@ def fully_shard(
         fill = from_arrays(setup.arrays)
     else:
         fill = from_broadcast(comm, broadcast_from, setup.arrays, runtime.empty)
+    try:
+        setup.transport.rehearse(setup.mesh, runtime.empty)
+    except BaseException:
+        runtime.close()
+        setup.mesh.abort()
+        raise
     try:
         model = ShardedModel(setup, runtime, fill, prefetch=prefetch, debug=debug)
     except Exception as caught:
@@ -160,6 +175,7 @@ class Setup:
     """Tied names: alias -> owner."""
     shown: dict[str, tuple[str, ...]]
     """unit -> the names that its user sees."""
+    transport: Transport
     mappings: frozenset[str]
     """Paths of the user's dicts, which stay dicts even if their keys look like indices."""
 
@@ -179,6 +195,7 @@ class Setup:
         init: Any,
         shapes: Any,
         broadcast_from: Any,
+        collectives: Any,
     ) -> Setup:
         """Look at what the user gave; no communication. TypeError or ValueError."""
         strategy = strategy_named(strategy)
@@ -215,6 +232,9 @@ class Setup:
             if name not in owners
         ]
         homes, order, shown = _place(names, specs, owners, units)
+        layout = plan(specs, homes, order, shard, owners)
+        transport = Transport.read(collectives, strategy, _group_sizes(strategy, replicate, shard, reshard))
+        transport.check_layout("fully_shard", layout, precision, shard, replicate)
         return cls(
             comm=comm,
             mesh=Mesh(comm, replicate, shard, None if isinstance(reshard, bool) else reshard),
@@ -225,11 +245,12 @@ class Setup:
             broadcast_from=broadcast_from,
             arrays={} if init is not None else {s.name: leaves[s.name] for s in specs},
             sample=next(iter(leaves.values())),
-            layout=plan(specs, homes, order, shard, owners),
+            layout=layout,
             names=tuple(names),
             homes=homes,
             owners=owners,
             shown=shown,
+            transport=transport,
             mappings=mapping_paths(params if init is None else shapes),
         )
 
@@ -243,11 +264,25 @@ class Setup:
             "reshard_after_forward": self.reshard,
             "reduce_op": self.reduce_op,
             "broadcast_from": self.broadcast_from,
+            "collectives": self.transport.lines(),
             "arrays of": type(self.sample).__module__.partition(".")[0],
         }
         described = self.layout.described()
         parameters = [described[name] for name in self.names]
         return parameters + [f"{key} {value}" for key, value in settings.items()]
+
+
+def _group_sizes(
+    strategy: Strategy, replicate: int, shard: int, reshard: bool | int
+) -> dict[str, tuple[int, ...]]:
+    """The collectives that a strategy has, and the numbers of ranks that each is called with."""
+    sizes: dict[str, tuple[int, ...]] = {}
+    if strategy.shards:
+        near = () if isinstance(reshard, bool) else (reshard,)
+        sizes.update(all_gather=(shard, *near), reduce_scatter=(shard,))
+    if not strategy.shards or strategy.name == "hybrid_shard":
+        sizes.update(all_reduce=(replicate,))
+    return sizes
 
 
 def _place(

@@ -15,7 +15,7 @@ import pynccl
 from examples import compressed_training
 from examples.compressed_training import CODECS, FEATURES
 from pynccl.abi.errors import InvalidArgumentError, InvalidUsageError
-from pynccl.collectives.compressed import Compressor, Float8, Integers, TopK
+from pynccl.collectives.compressed import Compressed, Compressor, Float8, Integers, TopK
 from pynccl.testing import run_ranks
 
 FORMATS = [
@@ -161,15 +161,15 @@ def test_the_bytes_told_are_those_given_to_the_library(codec: Any):
 
         def __init__(self, comm: Any) -> None:
             self.comm, self.size, self.sent = comm, comm.size, 0
-            self._check_open = comm._check_open
+            self._check_open, self.library = comm._check_open, comm.library
 
-        def all_to_all(self, x: np.ndarray, out: np.ndarray) -> Any:
+        def all_to_all(self, x: np.ndarray, out: np.ndarray, stream: Any) -> Any:
             self.sent += x.nbytes // self.size * (self.size - 1)
-            return self.comm.all_to_all(x, out)
+            return self.comm.all_to_all(x, out, stream=stream)
 
-        def all_gather(self, x: np.ndarray) -> Any:
+        def all_gather(self, x: np.ndarray, out: np.ndarray, stream: Any) -> Any:
             self.sent += x.nbytes * (self.size - 1)
-            return self.comm.all_gather(x)
+            return self.comm.all_gather(x, out, stream=stream)
 
     def one(comm: Any) -> None:
         counting = Counting(comm)
@@ -182,6 +182,13 @@ def test_the_bytes_told_are_those_given_to_the_library(codec: Any):
         assert report.bytes_sent == counting.sent > 0
         assert report.bytes_uncompressed == 4 * 2 * 1000 * (2 + 1 + 1)
         assert report.ratio == report.bytes_uncompressed / report.bytes_sent
+        told = Compressed(codec)
+        sizes = {"all_reduce": 3000, "reduce_scatter": 3000}
+        predicted = sum(told.bytes_sent(call, size, "float32", 3) for call, size in sizes.items())
+        assert predicted + 2 * codec.width(1000) == counting.sent
+        kept = sum(told.bytes_kept(call, size, 3) for call, size in sizes.items()) + 4 * 1000
+        assert kept == sum(each.nbytes for each in compressor._kept.values())
+        assert Compressed(codec, feedback=False).bytes_kept("all_reduce", 3000, 3) == 0
 
     ranks(3, one)
 
@@ -214,6 +221,59 @@ def test_with_feedback_the_error_of_a_sum_of_calls_is_that_of_one(codec: Any):
     assert min(error for error, _ in forgotten) > 5 * max(error for error, _ in ranks(2, one, True))
 
 
+@pytest.mark.parametrize("codec", [Integers(8), Integers(4), TopK(1 / 4)], ids=str)
+def test_on_a_stream_the_results_are_those_without(codec: Any):
+    def one(comm: Any) -> None:
+        plain, queued = Compressor(comm, codec), Compressor(comm, codec)
+        stream = pynccl.Stream(comm.library)
+        for step in range(5):
+            x = normal(10 * step + comm.rank, 3000)
+            wanted = (
+                plain.all_reduce(x.copy(), "avg", key="w"),
+                plain.reduce_scatter(x, "avg", key="w"),
+                plain.all_gather(x, key="w"),
+            )
+            reduced, out, whole = x.copy(), np.empty(1000, "f4"), np.empty(9000, "f4")
+            queued.all_reduce(reduced, "avg", key="w", stream=stream)
+            assert queued.reduce_scatter(x, "avg", out=out, key="w", stream=stream) is out
+            with stream:  # the current one
+                assert queued.all_gather(x, out=whole, key="w") is whole
+            stream.synchronize()
+            for got, want in zip((reduced, out, whole), wanted, strict=True):
+                np.testing.assert_array_equal(got, want)
+        assert queued.report() == plain.report()
+        in_place = normal(comm.rank, 3000)
+        part = in_place[comm.rank * 1000 :][:1000]
+        wanted = plain.reduce_scatter(in_place.copy(), key="p")
+        queued.reduce_scatter(in_place, out=part, key="p", stream=stream)
+        stream.close()
+        np.testing.assert_array_equal(part, wanted)
+
+    ranks(3, one)
+
+
+def test_a_key_of_another_size_is_refused_before_it_runs():
+    def one(comm: Any) -> None:
+        compressor, stream = Compressor(comm, Integers()), pynccl.Stream(comm.library)
+        compressor.reduce_scatter(np.zeros(8, "f4"), key="w", stream=stream)
+        with pytest.raises(InvalidArgumentError, match="key 'w' was used for 8 elements and now for 10"):
+            compressor.reduce_scatter(np.zeros(10, "f4"), key="w", stream=stream)
+        with pytest.raises(InvalidArgumentError, match="a contiguous float32 array of 4 elements"):
+            compressor.reduce_scatter(np.zeros(8, "f4"), out=np.zeros(5, "f4"), key="w", stream=stream)
+        stream.close()
+
+    ranks(2, one)
+
+
+def test_how_to_make_one_is_equal_on_all_ranks_and_says_what_it_is_not_for():
+    assert Compressed(Integers(8)) == Compressed(Integers(8)) != Compressed(Integers(4))
+    assert repr(Compressed(TopK(0.5))) == "Compressed(codec=TopK(fraction=0.5), feedback=True)"
+    with pytest.raises(InvalidArgumentError, match="send them in a narrower dtype"):
+        Compressed(Integers(8)).bytes_sent("all_gather", 8, "float32", 2)
+    with pytest.raises(TypeError, match="compression is of float32, and these are bfloat16"):
+        Compressed(Integers(8)).bytes_sent("reduce_scatter", 8, "bfloat16", 2)
+
+
 def test_the_error_of_the_last_call_is_told():
     def one(comm: Any) -> None:
         compressor = Compressor(comm, TopK(1 / 2))
@@ -242,6 +302,9 @@ def test_wrong_arguments_are_refused_in_words():
             compressor.all_reduce(np.zeros(8, "f4"), "max")
         with pytest.raises(InvalidArgumentError, match=r"shape \(3,\) does not divide over 2 ranks"):
             compressor.reduce_scatter(np.zeros(3, "f4"))
+        for call in (compressor.reduce_scatter, compressor.all_gather):
+            with pytest.raises(InvalidArgumentError, match="x is not contiguous"):
+                call(np.zeros((4, 6), "f4")[:, ::2])
         with pytest.raises(InvalidUsageError, match="outside of pynccl.group"), pynccl.group():
             compressor.all_reduce(np.zeros(8, "f4"), key="w")
 

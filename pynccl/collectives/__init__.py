@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from pynccl.collectives.builder import IN, OUT, SCRATCH, Builder, Spans, choose
 from pynccl.collectives.compiled import Compiled, compile
-from pynccl.collectives.compressed import Compressor, Float8, Integers, TopK
+from pynccl.collectives.compressed import Compressed, Compressor, Float8, Integers, TopK
 from pynccl.collectives.cost import Cost, cost
 from pynccl.collectives.diagram import diagram
 from pynccl.collectives.execute import run
@@ -45,6 +45,7 @@ __all__ = [
     "Buffer",
     "Builder",
     "Compiled",
+    "Compressed",
     "Compressor",
     "Cost",
     "Fault",

@@ -18,16 +18,20 @@ CuPy ones have not been run.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
 
 from pynccl.abi.errors import InvalidArgumentError, InvalidUsageError
+from pynccl.streams import gpu_stream, host_stream
 from pynccl.threadstate import current
 
-__all__ = ["Codec", "Compressor", "Float8", "Integers", "Report", "TopK"]
+__all__ = ["Codec", "Compressed", "Compressor", "Float8", "Integers", "Report", "TopK"]
 
 Array = Any
 
@@ -187,49 +191,79 @@ class Compressor:
     ``codec``: `Integers`, `Float8`, `TopK`, or anything that does what `Codec` says; the same on every rank.
     ``feedback=False`` forgets what a call left out. Calls of one ``key`` share what was left out: give each
     parameter its own, and always the same shape. Elements that are not finite are passed on and never kept.
-    Calls return when they are done (on a GPU: in the order of the current stream) and cannot be in a group.
+
+    ``stream`` is as for the communicator's own calls: on a host stream, formats are computed in the stream's
+    thread; on a GPU all of it is queued. Without one a call returns when it is done. Not in a group. What one
+    compressor does belongs on one stream.
     """
 
     def __init__(self, comm: Any, codec: Codec, *, feedback: bool = True) -> None:
         self.comm, self.codec, self.feedback = comm, codec, feedback
         self._kept: dict[tuple[str, Any], Array] = {}
+        self._shapes: dict[tuple[str, Any], tuple[int, ...]] = {}
         self._calls = self._sent = self._plain = 0
         self._last: tuple[Array, Array] | None = None
 
-    def all_reduce(self, x: Array, op: str = "sum", *, key: Any = None) -> Array:
+    def all_reduce(self, x: Array, op: str = "sum", *, key: Any = None, stream: Any = None) -> Array:
         """``x`` becomes the sum ("avg": the mean) over all ranks, with the same bits on every rank."""
-        xp = self._check("all_reduce", x, op)
-        n = self.comm.size
+        call, n = "all_reduce", self.comm.size
+        xp = self._check(call, x, op)
         m = -(-x.size // n)
-        rows = xp.zeros(n * m, "float32")
-        rows[: x.size] = x.reshape(-1)
-        total = self._scattered("all_reduce", rows.reshape(n, m), op, key)
-        whole = self._gathered("all_reduce", total, key)
-        x[...] = whole.reshape(-1)[: x.size].reshape(x.shape)
+        self._check_shape(call, key, contributions=(n, m), result=(1, m))
+        with self._on(call, x, stream) as (then, place):
+            rows, total = xp.zeros((n, m), "float32"), xp.empty((1, m), "float32")
+            whole = xp.empty((n, m), "float32")
+
+            def before() -> None:
+                rows.reshape(-1)[: x.size] = x.reshape(-1)
+
+            def after() -> None:
+                x[...] = whole.reshape(-1)[: x.size].reshape(x.shape)
+
+            then(before)
+            self._scatter(call, rows, total, op, key, then, place)
+            self._gather(call, total, whole, key, then, place)
+            then(after)
         return x
 
-    def reduce_scatter(self, x: Array, op: str = "sum", *, key: Any = None) -> Array:
-        """Rank r gets block r of the sum (or mean): (n * k, ...) gives (k, ...), a new array."""
-        self._check("reduce_scatter", x, op)
-        n = self.comm.size
+    def reduce_scatter(
+        self, x: Array, op: str = "sum", *, out: Array = None, key: Any = None, stream: Any = None
+    ) -> Array:
+        """Rank r gets block r of the sum (or mean): (n * k, ...) gives (k, ...), in ``out`` or a new array.
+
+        ``out`` is contiguous float32 of as many elements; it may be this rank's block of ``x``.
+        """
+        call, n = "reduce_scatter", self.comm.size
+        xp = self._check(call, x, op)
         if x.ndim < 1 or x.shape[0] % n:
             raise InvalidArgumentError(
                 f"reduce_scatter: shape {x.shape} does not divide over {n} ranks; pad axis 0 to a multiple"
             )
-        total = self._scattered("reduce_scatter", x.reshape(n, x.size // n), op, key)
-        return total.reshape(x.shape[0] // n, *x.shape[1:])
+        m = x.size // n
+        self._check_contiguous(call, x)
+        out = self._check_out(call, out, xp, (x.shape[0] // n, *x.shape[1:]))
+        self._check_shape(call, key, contributions=(n, m))
+        with self._on(call, x, stream) as (then, place):
+            self._scatter(call, x.reshape(n, m), out.reshape(1, m), op, key, then, place)
+        return out
 
-    def all_gather(self, x: Array, *, key: Any = None) -> Array:
-        """``x`` of all ranks in rank order, as compression left it: (k, ...) gives (n * k, ...), a new array.
+    def all_gather(self, x: Array, *, out: Array = None, key: Any = None, stream: Any = None) -> Array:
+        """``x`` of all ranks in rank order, as compression left it: (k, ...) gives (n * k, ...).
 
-        Every rank gets the same bits, of its own block too.
+        Every rank gets the same bits, of its own block too. In ``out`` (contiguous float32 of as many
+        elements) or a new array.
         """
-        self._check("all_gather", x, "sum")
-        whole = self._gathered("all_gather", x.reshape(1, x.size), key)
-        return whole.reshape(self.comm.size * x.shape[0], *x.shape[1:]) if x.ndim else whole.reshape(-1)
+        call, n = "all_gather", self.comm.size
+        xp = self._check(call, x, "sum")
+        self._check_contiguous(call, x)
+        out = self._check_out(call, out, xp, (n * x.shape[0], *x.shape[1:]) if x.ndim else (n,))
+        self._check_shape(call, key, result=(1, x.size))
+        with self._on(call, x, stream) as (then, place):
+            self._gather(call, x.reshape(1, x.size), out.reshape(n, x.size), key, then, place)
+        return out
 
     def report(self) -> Report:
-        """Bytes and errors of this rank so far. On a GPU this waits for it."""
+        """Bytes and errors of this rank so far. Wait for the stream first; on a GPU this waits for it."""
         error = 0.0
         if self._last is not None:
             meant, left = self._last
@@ -238,51 +272,82 @@ class Compressor:
         return Report(self._calls, self._sent, self._plain, error, _norm(list(self._kept.values())))
 
     def reset(self) -> None:
-        """Forget what earlier calls left out (after loading a checkpoint, for instance)."""
+        """Forget what earlier calls left out (after loading a checkpoint, for instance); streams are idle."""
         self._kept.clear()
+        self._shapes.clear()
 
     # --- the two rounds -------------------------------------------------------------------------------------
+    # `then(fn)` calls fn now or in the stream's thread; `place` are the arguments that put a call there, too.
 
-    def _scattered(self, call: str, rows: Array, op: str, key: Any) -> Array:
-        """The sum of everybody's row of this rank: (1, m)."""
-        n, m = rows.shape
-        packed = self._encode((f"{call}, contributions", key), rows)
+    def _scatter(
+        self, call: str, rows: Array, total: Array, op: str, key: Any, then: Any, place: dict[str, Any]
+    ) -> None:
+        """total (1, m) = the sum of everybody's row of this rank."""
+        xp, (n, m) = _arrays_of(rows), rows.shape
+        packed = xp.zeros((n, self.codec.width(m)), "uint8")
+        arrived = packed if n == 1 else xp.empty_like(packed)
+        then(lambda: self._encode((f"{call}, contributions", key), rows, packed))
         if n > 1 and packed.size:
-            packed = self.comm.all_to_all(packed, _arrays_of(rows).empty_like(packed))
-        self._count((n - 1) * self.codec.width(m), (n - 1) * m)
-        total = self.codec.decode(packed, m).sum(axis=0, keepdims=True)
-        return total / np.float32(n) if op == "avg" else total
+            self.comm.all_to_all(packed, arrived, **place)
+        self._count((n - 1) * packed.shape[1], (n - 1) * m)
 
-    def _gathered(self, call: str, row: Array, key: Any) -> Array:
-        """Everybody's row, with the same bits everywhere: (n, m)."""
-        n, m = self.comm.size, row.shape[1]
-        packed = self._encode((f"{call}, result", key), row)
+        def finish() -> None:
+            self.codec.decode(arrived, m).sum(axis=0, keepdims=True, out=total)
+            if op == "avg":
+                xp.divide(total, np.float32(n), out=total)
+
+        then(finish)
+
+    def _gather(
+        self, call: str, row: Array, whole: Array, key: Any, then: Any, place: dict[str, Any]
+    ) -> None:
+        """whole (n, m) = everybody's row (1, m), with the same bits everywhere."""
+        xp, (n, m) = _arrays_of(whole), whole.shape
+        packed = xp.zeros((1, self.codec.width(m)), "uint8")
+        arrived = packed if n == 1 else xp.empty((n, packed.shape[1]), "uint8")
+        then(lambda: self._encode((f"{call}, result", key), row, packed))
         if n > 1 and packed.size:
-            packed = self.comm.all_gather(packed)
-        self._count((n - 1) * self.codec.width(m), (n - 1) * m)
-        return self.codec.decode(packed, m)
+            self.comm.all_gather(packed, arrived, **place)
+        self._count((n - 1) * packed.shape[1], (n - 1) * m)
 
-    def _encode(self, key: tuple[str, Any], rows: Array) -> Array:
+        def finish() -> None:
+            whole[...] = self.codec.decode(arrived, m)
+
+        then(finish)
+
+    def _encode(self, key: tuple[str, Any], rows: Array, packed: Array) -> None:
         """The rows with what was left out before; what is left out now is kept."""
         xp, kept = _arrays_of(rows), self._kept.get(key)
-        if kept is not None and kept.shape != rows.shape:
-            raise InvalidArgumentError(
-                f"{key[0]}: key {key[1]!r} was used for {kept.size} elements and now for {rows.size}; give "
-                "each array a key of its own"
-            )
-        meant = rows if kept is None else rows + kept
+        meant = rows.copy() if kept is None else rows + kept  # rows may be the caller's memory
         with np.errstate(all="ignore"):
-            packed = self.codec.encode(meant)
+            packed[...] = self.codec.encode(meant)
             left = meant - self.codec.decode(packed, rows.shape[1])
         left = xp.where(xp.isfinite(left), left, np.float32(0))
         if self.feedback:
             self._kept[key] = left
         self._last = (meant, left)
-        return packed
 
     def _count(self, sent: int, elements: int) -> None:
         self._sent += sent
         self._plain += 4 * elements
+
+    # --- where, and whether ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _on(
+        self, call: str, x: Array, stream: Any
+    ) -> Iterator[tuple[Callable[[Callable[[], None]], None], dict[str, Any]]]:
+        """(then, place) of a call on a stream; on a GPU the stream is CuPy's current one meanwhile."""
+        if isinstance(x, np.ndarray):
+            queue = host_stream(f"{call} (compressed)", self.comm.library, stream)
+            # 0: in this thread, whatever stream is current.
+            yield (_now, {"stream": 0}) if queue is None else (queue.call, {"stream": queue})
+        elif stream is None:
+            yield _now, {}
+        else:
+            cupy = importlib.import_module("cupy")
+            with cupy.cuda.ExternalStream(gpu_stream(f"{call} (compressed)", stream)):
+                yield _now, {}
 
     def _check(self, call: str, x: Array, op: str) -> Any:
         self.comm._check_open(f"{call} (compressed)")
@@ -299,6 +364,71 @@ class Compressor:
             )
         self._calls += 1
         return _arrays_of(x)
+
+    def _check_contiguous(self, call: str, x: Array) -> None:
+        if not x.flags.c_contiguous:
+            raise InvalidArgumentError(
+                f"{call} (compressed): x is not contiguous (shape {x.shape}, strides {x.strides}); pass "
+                "np.ascontiguousarray(x)"
+            )
+
+    def _check_out(self, call: str, out: Array, xp: Any, shape: tuple[int, ...]) -> Array:
+        """``out``, or a new array of that shape."""
+        if out is None:
+            return xp.empty(shape, "float32")
+        elements = math.prod(shape)
+        if out.dtype != np.float32 or out.size != elements or not out.flags.c_contiguous:
+            raise InvalidArgumentError(
+                f"{call} (compressed): out is {out.dtype}, shape {out.shape}; pass a contiguous float32 "
+                f"array of {elements} elements"
+            )
+        return out
+
+    def _check_shape(self, call: str, key: Any, **rounds: tuple[int, int]) -> None:
+        """What a key was used for is known from when the call is made, though it may run later."""
+        for name, shape in rounds.items():
+            known = self._shapes.setdefault((f"{call}, {name}", key), shape)
+            if known != shape:
+                raise InvalidArgumentError(
+                    f"{call} (compressed): key {key!r} was used for {math.prod(known)} elements and now for "
+                    f"{math.prod(shape)}; give each array a key of its own"
+                )
+
+
+def _now(fn: Callable[[], None]) -> None:
+    fn()
+
+
+@dataclasses.dataclass(frozen=True)
+class Compressed:
+    """How to make a `Compressor`, for whoever has the communicators: ``Compressed(Integers(8))(comm)``.
+
+    `sharding.fully_shard` takes it as ``collectives={"reduce_scatter": Compressed(Integers(8))}``, also for
+    "all_reduce". All ranks give an equal one.
+    """
+
+    codec: Codec
+    feedback: bool = True
+
+    def __call__(self, comm: Any) -> Compressor:
+        return Compressor(comm, self.codec, feedback=self.feedback)
+
+    def bytes_sent(self, call: str, elements: int, dtype: str, ranks: int) -> int:
+        """Bytes that one rank sends for a whole buffer; TypeError or ValueError for what it is not for."""
+        if call not in ("reduce_scatter", "all_reduce"):
+            raise InvalidArgumentError(
+                f"{call} by {self!r}: gathered weights are used as they are, and nothing feeds back what "
+                "they lost; send them in a narrower dtype instead"
+            )
+        if dtype != "float32":
+            raise TypeError(f"{call} by {self!r}: compression is of float32, and these are {dtype}")
+        rounds = 2 if call == "all_reduce" else 1
+        return rounds * (ranks - 1) * self.codec.width(-(-elements // ranks)) if elements else 0
+
+    def bytes_kept(self, call: str, elements: int, ranks: int) -> int:
+        """Bytes of memory in which one rank keeps what calls on such a buffer left out."""
+        m = -(-elements // ranks)
+        return 4 * m * (ranks + (call == "all_reduce")) if self.feedback else 0
 
 
 # --- blocks with a scale ------------------------------------------------------------------------------------

@@ -249,6 +249,14 @@ class Schedule:
         """The rows of a rank's steps, dtype `COLUMNS`."""
         return self.columns[self.first[rank] : self.first[rank + 1]]
 
+    def elements_sent(self, rank: int, count: int) -> int:
+        """Elements that a rank sends when a block has `count` elements."""
+        rows = self.rows(rank)
+        sends = rows[(rows["kind"] == Kind.SEND) & (rows["chunks"] > 0)]
+        first, _ = chunk_bounds(sends["src_chunk"].astype(np.int64), count, self.parts)
+        _, end = chunk_bounds(sends["src_chunk"].astype(np.int64) + sends["chunks"] - 1, count, self.parts)
+        return int((end - first).sum())
+
     @cached_property
     def ranks(self) -> Array:
         """The rank of each row, int32."""
