@@ -371,7 +371,7 @@ def _config(options: Options) -> dict[str, Any]:
         "parallel_init": _bool(options.parallel_init),
         "average": AVERAGES[options.average],
         "buffers": options.buffers,
-        "hot": options.hot,
+        "hot": _bool(options.hot),
     }
 
 

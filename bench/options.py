@@ -141,7 +141,7 @@ def _one_of(*names: str) -> Callable[[str], str]:
 
 
 def _root(text: str) -> str:
-    return text if text == "all" else str(_integer(0)(text))
+    return "all" if text in ("all", "-1") else str(_integer(0)(text))
 
 
 def _ending_in(suffix: str) -> Callable[[str], str]:
@@ -155,9 +155,19 @@ def _ending_in(suffix: str) -> Callable[[str], str]:
     return convert
 
 
+_DTYPE_ALIASES = {
+    "char": "int8",
+    "int": "int32",
+    "float16": "half",
+    "float32": "float",
+    "float64": "double",
+    "fp8_e4m3": "f8e4m3",  # in some builds
+    "fp8_e5m2": "f8e5m2",
+}
+
+
 def _dtype(text: str) -> str:
-    aliases = {"char": "int8", "int": "int32", "float16": "half", "float32": "float", "float64": "double"}
-    return _one_of(*DTYPES, "all")(aliases.get(text.lower(), text))
+    return _one_of(*DTYPES, "all")(_DTYPE_ALIASES.get(text.lower(), text))
 
 
 @dataclass(frozen=True)
@@ -275,6 +285,14 @@ def _check_together(options: Options) -> None:
         )
     if options.per_iteration and options.graph_launches:
         raise UsageError("-I 1 and -G exclude each other: a captured graph has no single iterations to time")
+    if options.graph_launches and options.null_stream:
+        raise UsageError(
+            f"-G {options.graph_launches} and -y 1 exclude each other: the default stream is never captured"
+        )
+    if options.graph_launches and options.blocking:
+        raise UsageError(
+            f"-G {options.graph_launches} and -z {options.blocking} exclude each other: a capture cannot wait"
+        )
     if options.per_iteration_skip and not options.per_iteration:
         raise UsageError(
             f"-K {options.per_iteration_skip} skips per-iteration times, which only -I 1 takes; add -I 1"

@@ -38,11 +38,12 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         library = load(options.library)
         refuse_what_cannot_apply(options, library.kind)
         require_a_device(library.kind)
+        starts_ranks = options.gpus > 1 and find_launcher() is None
         for variable in (first_device, least_bandwidth, lambda environment: group_of(0, environment)):
             variable(os.environ)  # an error now, and not on every rank
         if COLLECTIVES[program].varies:
-            traffic_from(os.environ, options, 1)
-        if options.gpus > 1 and find_launcher() is None:
+            traffic_from(os.environ, options, options.gpus * options.threads if starts_ranks else 1)
+        if starts_ranks:
             return _start_ranks(program, options, arguments)
         return Sweep(COLLECTIVES[program], options, library, arguments).run()
     except UsageError as error:

@@ -121,6 +121,11 @@ def test_warm_up_doubles_whatever_the_step_is():
     assert list(options("-b 0 -e 4 -i 4").warmup_sizes()) == [0, 1, 2, 4]
 
 
+def test_other_words_for_the_same():
+    assert options("-r -1").root == options("-r all").root == "all"
+    assert options("-d fp8_e4m3").dtype == "f8e4m3" and options("-d float32").dtype == "float"
+
+
 def test_one_end_of_the_sizes_alone_moves_the_other():
     assert (options("-e 64K").min_bytes, options("-e 64K").max_bytes) == (64 * K, 64 * K)
     assert (options("-b 64M").min_bytes, options("-b 64M").max_bytes) == (64 * M, 64 * M)
@@ -138,6 +143,8 @@ def test_one_end_of_the_sizes_alone_moves_the_other():
         ("-d int16", "'int16' is unknown; one of int8"),
         ("-J out.txt", "name it out.txt.json"),
         ("-I 1 -G 2", "-I 1 and -G exclude each other"),
+        ("-G 2 -y 1", "-G 2 and -y 1 exclude each other"),
+        ("-G 2 -z 3", "-G 2 and -z 3 exclude each other"),
         ("-K 2", "add -I 1"),
         ("-I 1 -K 20", "leaves none of the 20 iterations"),
         ("-R 2 --buffers plain", "leave out --buffers plain"),
