@@ -45,12 +45,14 @@ bench-train: setup ## Compare a sharded training step with torch's FSDP2 and DDP
 # unless told otherwise. Only the files with GPU tests are read: the others may import what that Python lacks.
 gpu-check: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu-check: export NCCL_MULTI_RANK_GPU_ENABLE := 1
-gpu-check: ## On a GPU machine, with PYTHON as it is: the tests marked gpu, then a sweep on its libnccl
+gpu-check: ## On a GPU machine, with PYTHON as it is: the tests marked gpu, then sweeps on its libnccl
 	$(PYTHON) -m pynccl.host.build
 	$(PYTHON) -m pynccl
 	$(PYTHON) -m pytest -m gpu $$(grep -rl --include='*.py' 'mark\.gpu' tests)
 	PYNCCL_LIBRARY=nccl $(PYTHON) -m bench.all_reduce_perf -b 8 -e 64M -f 8 -g 2
 	PYNCCL_LIBRARY=nccl $(PYTHON) -m bench.all_reduce_perf -b 8 -e 64M -f 8 -g 4
+	for program in all_gather reduce_scatter broadcast reduce alltoall alltoallv gather scatter sendrecv hypercube; do \
+	  PYNCCL_LIBRARY=nccl $(PYTHON) -m bench $$program -b 8 -e 1M -f 32 -g 2 || exit 1; done
 
 clean: ## Remove everything that the other targets made, .venv included
 	rm -rf $(VENV) build dist pynccl/host/lib *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

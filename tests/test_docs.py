@@ -38,6 +38,7 @@ def test_every_module_on_the_map_exists(repo: Path):
         "docs/collectives.md",
         "docs/launching.md",
         "docs/architecture.md",
+        "docs/bench.md",
         "docs/gpu-results.md",
     ],
 )
