@@ -3,9 +3,9 @@
     python -m bench.peers --ranks 2,4 --ops all_reduce,all_gather,reduce_scatter,broadcast,alltoall \
         --sizes 8,256,4K,64K,1M,16M,64M --peers openmpi,mpich,gloo --load 0,1 --json out.json
 
-All sides' rank processes live side by side and take turns for each case: see `bench.peer`. Calls are made back
-to back on arrays that stay, float32, out of place (broadcast, and Gloo's all_reduce, exist only in place); each
-side's result is checked once a case. How a figure comes about, and what was found: docs/performance.md.
+All sides' rank processes live side by side and take turns for each case: see `bench.peer`. Calls are made
+back to back on arrays that stay, float32, out of place (except broadcast, and Gloo's all_reduce, which has no
+other way); each side's result is checked once a case. How a figure comes about, and what was found: docs/performance.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QUICK = {"sizes": "8,4K,1M,16M", "rounds": 5, "turn_ms": 15}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0; 1 if ours failed, a peer failed or (with --strict) a target was missed; 2 for misuse."""
+    """Exit status: 0; 1 if a side failed or (with --strict) a target was missed; 2 for misuse."""
     options = _options(arguments)
     plan = plan_of(options)
     if options.set_up:
@@ -64,6 +64,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         loads=tuple(options.load),
         rounds=options.rounds,
         loaded_rounds=options.loaded_rounds or options.rounds,
+        patience=options.patience,
         turn=options.turn_ms / 1e3,
         timeout=options.timeout,
     )
@@ -110,6 +111,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--load", type=_list_of(_load), default="0", help="0: quiet; 1: beside a process that burns a core")
     add("--rounds", type=_count, help="a case (default: 7)")
     add("--loaded-rounds", type=_count, help="a case beside the burning process (default: as --rounds)")
+    add("--patience", type=float, default=1.0, help="rounds again for disturbed ones: up to this part")
     add("--turn-ms", type=_count, help="of a side in a round, roughly (default: 30)")
     add("--timeout", type=float, default=90.0, help="seconds that no answer of a rank may take (default: 90)")
     add("--quick", action="store_true", help=f"fewer: {QUICK}")

@@ -288,6 +288,6 @@ def test_a_turn_is_taken_once_without_patience() -> None:
 
 def test_a_turn_that_others_disturb_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([(0, 0), (0, 100)] + [(0, 100), (50, 200)] + [(50, 200), (50, 300)] + [(50, 300), (52, 400)])
-    monkeypatch.setattr("bench.train.pool._machine_time", lambda: next(ticks))
+    monkeypatch.setattr("bench.train.pool.machine_time", lambda: next(ticks))
     pool: Any = Answering()
     assert turn(pool, "run 1", 60.0) == ([{"asked": 2}], 0.02)

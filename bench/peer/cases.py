@@ -17,7 +17,7 @@ FLOAT = 4  # bytes
 
 @dataclass(frozen=True)
 class Streams:
-    """What one process has to do at least: load `loads` streams of `elements` floats, add, store to `stores`."""
+    """What a process does at least: load `loads` streams of `elements` floats, add, store to `stores`."""
 
     loads: int
     stores: int
@@ -26,7 +26,7 @@ class Streams:
 
 @dataclass(frozen=True)
 class Op:
-    """An operation on p ranks: what each loads and stores, in streams, and whether the arrays have p blocks."""
+    """An operation on p ranks: how many streams each loads and stores, and how long they are."""
 
     loads: str  # "1" or "p"
     stores: str  # "1", "p" or "p-1"
@@ -59,7 +59,7 @@ class Case:
 
     @classmethod
     def of(cls, op: str, ranks: int, size: int) -> Case:
-        """The case nearest above `size` bytes: every rank has as many elements as another, and at least one."""
+        """The case of `size` bytes, or of the next size at which all ranks have as many elements, and any."""
         block = FLOAT * ranks if op in ("all_gather", "reduce_scatter", "alltoall") else FLOAT
         return cls(op, ranks, max(1, -(-size // block)) * block)
 

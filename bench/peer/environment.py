@@ -30,12 +30,12 @@ FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O3", "-march=native", "-Wall", "-Wextra"
 
 
 def python_of(peer: str) -> str:
-    """The interpreter of a peer's environment, made if it is not there. OSError with pip's words if that fails."""
+    """The interpreter of a peer's environment, made if need be. OSError with pip's words if that fails."""
     return peer_python(FOLDERS[peer], PACKAGES[peer])
 
 
 def roofline_program(folder: Path = FOLDER) -> Path:
-    """`roofline.c`, compiled for this very machine (-march=native) by $CC. OSError with the compiler's words."""
+    """`roofline.c`, compiled for this very machine by $CC. OSError with the compiler's words."""
     folder.mkdir(parents=True, exist_ok=True)
     cc = (*shlex.split(os.environ.get("CC", "cc")), *FLAGS)
     key = hashlib.sha256(repr(cc).encode() + SOURCE.read_bytes()).hexdigest()[:12]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import mpi4py
+import numpy as np
 from mpi4py import MPI
 
 from bench.peer.worker import PERIOD, Calls, serve

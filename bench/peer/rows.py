@@ -1,11 +1,17 @@
 """What is made of the times: a row a case, load and kind of buffers, and the file of a run.
 
-`{"version": 1, "machine": {...}, "loads": [...], "sides": {name: version}, "failures": {side: text}, "rows": [...]}`
-with in each row: op, ranks, bytes, buffers (plain, mapped or prepared), load, SIDE_us (median over rounds of the
-mean per call of the slowest rank; null: not measured), spread {side: [p25, p75] in us}, fastest (peer), ratio (ours
-over the fastest peer, of medians) with its target and whether it is met, roofline_fraction (roofline's time over
-ours) with roofline_target and roofline_met (null: nothing is asked), gb_per_second (the least traffic over our
-time), rounds, and why (of a miss, as far as it is known).
+The file is `{"version": 1, "machine", "load", "loads", "sides": {name: version}, "failures": {side: text},
+"rows": [...]}`, and a row has
+
+    op, ranks, bytes, buffers (plain, mapped or prepared), load (quiet or one busy core), rounds
+    ours_us, openmpi_us, mpich_us, gloo_us, roofline_us: medians over the rounds of the mean per call of the
+        slowest rank; null: not measured
+    spread: {side: [p25, p75] in us}
+    fastest, ratio, target, met: a peer, ours over it (of the medians), and what is asked
+    roofline_fraction, roofline_target, roofline_met: the roofline's time over ours; null: nothing is asked
+    gb_per_second: the operation's least traffic, of all ranks, over our time
+    others: the part of the machine's processor time that other processes had in these rounds (median)
+    why: of a miss, as far as it is known
 """
 
 from __future__ import annotations
@@ -64,15 +70,18 @@ def rows(times: Times, cores: int) -> list[dict[str, Any]]:
     }
     others = {side: _best(taken[side]) for side in (*PEERS, "roofline")}
     made = []
-    for kind, rounds in taken["ours"].items():
+    for kind in SIDES["ours"].kinds:
+        if kind not in taken["ours"]:
+            continue
+        rounds = taken["ours"][kind]
         us = {side: 1e6 * quantile(its, 0.5) if its else None for side, its in others.items()}
         ours = 1e6 * quantile(rounds, 0.5)
         spread = {"ours": rounds, **{side: its for side, its in others.items() if its}}
-        fastest = min(
-            (side for side in PEERS if us[side] is not None), key=lambda side: us[side], default=None
-        )
-        ratio = ours / us[fastest] if fastest else None  # type: ignore[operator]
-        fraction = us["roofline"] / ours if us["roofline"] is not None else None
+        peers = {side: value for side in PEERS if (value := us[side]) is not None}
+        fastest = min(peers, key=peers.__getitem__, default=None)
+        ratio = None if fastest is None else ours / peers[fastest]
+        limit = us["roofline"]
+        fraction = None if limit is None else limit / ours
         target, floor = ratio_target(case, kind, cores, quiet), roofline_target(case, kind, cores, quiet)
         row = {
             "op": case.op,
@@ -93,6 +102,7 @@ def rows(times: Times, cores: int) -> list[dict[str, Any]]:
             "roofline_target": floor,
             "roofline_met": None if floor is None or fraction is None else fraction >= floor,
             "gb_per_second": case.least_bytes / ours / 1e3,
+            "others": quantile(times.others, 0.5),
             "rounds": whole,
         }
         made.append(row | {"why": why(row) if missed(row) else None})

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import pynccl
 from bench.peer.cases import Case
 from bench.peer.environment import python_of, roofline_program
-from bench.train.pool import child_environment
+from bench.train.pool import child_environment, process_time
 
 __all__ = ["PEERS", "SIDES", "Side", "SideError", "Spec"]
 
@@ -30,7 +30,7 @@ class SideError(RuntimeError):
 
 @dataclass(frozen=True)
 class Spec:
-    """How a side is started: `commands(ranks, socket, folder)` are all processes that this program starts itself."""
+    """How a side is started: `commands(ranks, socket, folder)` are the processes that we start ourselves."""
 
     commands: Callable[[int, str, Path], Sequence[Sequence[str]]]
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -144,13 +144,13 @@ class Side:
                     selector.unregister(key.fileobj)
         return [answers[rank] for rank in range(self.ranks)]
 
-    def processor_seconds(self) -> float:
-        """Used by all ranks since they started."""
+    def processor_time(self) -> int:
+        """Used by all ranks since they started, in ticks."""
         ticks = 0
         for hello in self._hello:
-            fields = Path(f"/proc/{hello['pid']}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
+            with contextlib.suppress(OSError):  # it has ended: whoever asks it next says so
+                ticks += process_time(hello["pid"])
+        return ticks
 
     def close(self) -> None:
         """End the ranks: politely, and for certain."""

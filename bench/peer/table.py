@@ -24,6 +24,7 @@ HEAD = (
     "target",
     "limit",
     "part",
+    "others",
     "",
 )
 
@@ -34,8 +35,10 @@ def text(found: Mapping[str, Any]) -> str:
     parts = [
         f"{machine['cpu']}, {machine['cores']} cores, kernel {machine['kernel']}, Python {machine['python']}",
         *(f"{side}: {version}" for side, version in found["sides"].items() if side != "roofline"),
-        "Times are medians over rounds of the slowest rank's mean per call. ratio: ours over the fastest peer (*).",
-        "limit: the same traffic by as many processes that wait for nobody; part: its time over ours.",
+        "Times are medians over rounds of the slowest rank's mean per call;",
+        "ratio: ours over the fastest peer (*);",
+        "limit: the same traffic by as many processes that wait for nobody; part: its time over ours;",
+        "others: what other processes had of the machine meanwhile.",
     ]
     for load in found["loads"]:
         rows = [row for row in all_rows if row["load"] == load]
@@ -82,6 +85,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{row['target']:g}",
         _us(row["roofline_us"]),
         part,
+        f"{row['others']:.0%}",
         MARK if missed(row) else "",
     )
 

@@ -26,7 +26,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 @dataclass(frozen=True)
 class Bound:
-    """At most this part of the fastest peer's time, by buffers: with a core for every rank, and with fewer."""
+    """At most this part of the fastest peer's time, by buffers: with a core a rank, and with fewer."""
 
     roomy: dict[str, float]
     crowded: dict[str, float]
@@ -74,7 +74,7 @@ ROOFLINE_TARGET = {"roomy": 0.8, "crowded": 0.7}  # at least, for mapped arrays
 
 
 def ratio_target(case: Case, buffers: str, cores: int, quiet: bool = True) -> float:
-    """Ours over the fastest peer is to be at most this. While others use the cores: no slower than any peer."""
+    """Ours over the fastest peer is to be at most this. Beside a busy process: no slower than any peer."""
     for band in TARGETS if quiet else ():
         if band.least <= case.bytes <= band.most:
             return (band.bound.roomy if case.ranks <= cores else band.bound.crowded)[buffers]

@@ -1,14 +1,14 @@
 """One rank of a side: it makes arrays, checks a call, and times calls, when told to.
 
-The parent listens on the Unix socket `argv[1]`; a rank connects, says `{"rank", "pid", "version"}`, and answers
-each line with one of JSON:
+The parent listens on the Unix socket `argv[1]`; a rank connects, says `{"rank", "pid", "version"}`, and
+answers each line with one of JSON:
 
     setup KEY OP BYTES LOADS STORES ELEMENTS    arrays for a case, a checked call -> {"wrong": elements}
     time KEY COUNT                              COUNT calls back to back after a barrier -> {"seconds": mean}
     forget                                      drop all arrays -> {}
 
-A rank that nobody asks waits in a read of that socket, outside its library: it takes no processor time, so all
-sides can live at once and take turns. The end of the socket is the end of the rank.
+A rank that nobody asks waits in a read of that socket, outside its library: it takes no processor time, so
+all sides can live at once and take turns. The end of the socket is the end of the rank.
 
 Standard library only: other libraries' environments import this. The three last words of `setup` are for
 `roofline.c`, which moves streams and knows no operations.
@@ -31,12 +31,15 @@ from bench.peer.cases import FLOAT
 
 __all__ = ["Calls", "Library", "expected", "serve", "source"]
 
+# The ranks slept until now, perhaps on one core: a part of the calls is made before those that are timed, so
+# that the system can spread them.
+WARM_UP = 8
 PERIOD = 64  # of the values of an input: small integers, whose sums are exact in float32 in any order
 
 
 @dataclass
 class Calls:
-    """A collective on arrays that stay: what to call, and where its result is. `args` are made outside the clock."""
+    """A collective on arrays that stay: what to call with what, all made before the clock starts."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]
@@ -93,7 +96,8 @@ def _obey(library: Library, known: dict[str, Calls], words: list[str]) -> dict[s
 
 def _mean_seconds(library: Library, calls: Calls, count: int) -> float:
     call, args = calls.call, calls.args
-    call(*args)  # the rank slept until now
+    for _ in range(1 + count // WARM_UP):
+        call(*args)
     library.barrier()
     start = time.perf_counter()
     for _ in repeat(None, count):
@@ -105,7 +109,7 @@ def _mean_seconds(library: Library, calls: Calls, count: int) -> float:
 
 
 def _check(library: Library, op: str, calls: Calls, elements: int) -> int:
-    """Wrong elements of one call's result on this rank. The input is zero afterwards: in-place sums stay finite."""
+    """Wrong elements of one call's result on this rank. Then the input is zero: in-place sums stay finite."""
     rank, ranks = library.rank, library.ranks
     calls.result[:] = -1.0
     calls.input[:] = source(library, op, rank, ranks, elements)

@@ -17,7 +17,7 @@ VENV = Path(__file__).resolve().parent.parent.parent / "build" / "bench" / "venv
 
 
 def peer_python(folder: Path = VENV, packages: Sequence[str] = PEER_PACKAGES) -> str:
-    """The interpreter of the virtual environment `folder`; made, and `packages` installed, if it is not there.
+    """The interpreter of the environment `folder`; made, and `packages` installed, if it is not there.
 
     OSError, with what pip said, if that fails: no peer, no comparison.
     """

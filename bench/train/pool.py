@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.train.problem import Problem
 
-__all__ = ["Pool", "PoolError", "child_environment", "turn"]
+__all__ = ["DISTURBED", "Pool", "PoolError", "child_environment", "machine_time", "process_time", "turn"]
 
 REPO = Path(__file__).resolve().parent.parent.parent
 
@@ -86,11 +86,7 @@ class Pool:
 
     def processor_time(self) -> int:
         """Used by all ranks since they started, in ticks."""
-        used = 0
-        for rank in self._ranks:
-            fields = Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()
-            used += int(fields[11]) + int(fields[12])
-        return used
+        return sum(process_time(rank.pid) for rank in self._ranks)
 
     def _hear(self) -> list[dict[str, Any]]:
         deadline = time.monotonic() + self.timeout
@@ -148,9 +144,9 @@ def turn(pool: Pool, command: str, patience: float) -> tuple[list[dict[str, Any]
     best: tuple[float, list[dict[str, Any]]] | None = None
     while True:
         _wait_for_quiet(deadline)
-        used, elapsed, own = *_machine_time(), pool.processor_time()
+        used, elapsed, own = *machine_time(), pool.processor_time()
         answers = pool.ask(command)
-        now_used, now_elapsed, now_own = *_machine_time(), pool.processor_time()
+        now_used, now_elapsed, now_own = *machine_time(), pool.processor_time()
         others = max(0, now_used - used - (now_own - own)) / max(1, now_elapsed - elapsed)
         if best is None or others < best[0]:
             best = others, answers
@@ -160,14 +156,20 @@ def turn(pool: Pool, command: str, patience: float) -> tuple[list[dict[str, Any]
 
 def _wait_for_quiet(deadline: float, window: float = 0.3) -> None:
     while time.monotonic() < deadline:
-        used, elapsed = _machine_time()
+        used, elapsed = machine_time()
         time.sleep(window)
-        now_used, now_elapsed = _machine_time()
+        now_used, now_elapsed = machine_time()
         if now_used - used <= DISTURBED * (now_elapsed - elapsed):
             return
 
 
-def _machine_time() -> tuple[int, int]:
+def process_time(pid: int) -> int:
+    """Used by a process since it started, in ticks."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def machine_time() -> tuple[int, int]:
     """(used, used or not) by all processors since the machine started, in ticks."""
     fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return sum(fields) - fields[3] - fields[4], sum(fields)
