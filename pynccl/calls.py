@@ -186,6 +186,11 @@ class Collectives(Core):
             at = root if what.rooted else None
             return prepare_algorithm(self, call, x, out, op, at, stream, algorithm)
         planned = self._plan(what, x, out, op, root)
+        if self._chooses(op, algorithm) and not self.on_gpu:  # there it could not be called in a group
+            selected = self._selected(what, planned)
+            if selected is not None:
+                into = planned.result if out is None and planned.result is not None else out
+                return self.prepare(call, x, out=into, op=op, root=root, stream=stream, algorithm=selected)
         function, arguments = self._call(what, planned, root if what.rooted else None, algorithm)
         queue, handle, hold = self._where(what.name, stream, planned)
         prepared = Prepared(self, what, function, (*arguments, handle), planned, queue, hold)
@@ -212,7 +217,7 @@ class Collectives(Core):
 
             return run_algorithm(self, what.name, x, out, op, root, stream, algorithm)
         planned = self._plan(what, x, out, op, root)
-        if self._selection is not None and algorithm is None and not isinstance(op, PreMulSum):
+        if self._chooses(op, algorithm):
             selected = self._selected(what, planned)
             if selected is not None:
                 # What was allocated is used; the checks are made again, for they are the schedule's own.
@@ -221,6 +226,10 @@ class Collectives(Core):
         function, arguments = self._call(what, planned, root, algorithm)
         self._issue(f"{what.name} ({function})", function, arguments, stream, planned)
         return planned.result
+
+    def _chooses(self, op: Any, algorithm: Any) -> bool:
+        """Whether the communicator's table is asked for a call."""
+        return self._selection is not None and algorithm is None and not isinstance(op, PreMulSum)
 
     def _selected(self, what: Operation, planned: Plan) -> str | None:
         """The schedule that the communicator's table has for a call of this size; None: the library's own."""

@@ -153,6 +153,29 @@ def test_calls_use_the_table(monkeypatch: pytest.MonkeyPatch):
     ]
 
 
+def test_prepared_calls_use_the_table():
+    def one(comm: Any) -> None:
+        x, kept, out = np.zeros(1000, "f4"), np.zeros(1000, "f4"), np.empty(1000, "f4")
+        steps = [
+            (comm.prepare("all_reduce", x), x, x, "doubling"),
+            (comm.prepare("all_reduce", kept, out=out), kept, out, "doubling"),
+            (comm.prepare("all_reduce", x, algorithm="pynccl:direct"), x, x, "direct"),
+            (comm.prepare("all_reduce", np.ones(10000, "f4")), None, None, "ring"),
+            (comm.prepare("all_gather", np.ones(3, "f4")), None, None, "bruck"),
+        ]
+        for step, given, result, name in steps:
+            assert name in repr(step)
+            for _ in range(2 if given is not None else 1):
+                given = given if given is not None else np.empty(1)
+                given[:] = comm.rank
+                found = step()
+                assert result is None or (found is result and (result == 3).all())
+        with comm.premul_sum(2.0) as twice:
+            assert "ncclAllReduce" in repr(comm.prepare("all_reduce", x, op=twice))
+
+    with_table(3, table(3), one)
+
+
 def test_a_table_of_another_number_of_ranks_is_refused():
     def one(comm: Any) -> None:
         uid = bytes(pynccl.get_unique_id("host"))
