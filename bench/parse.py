@@ -139,8 +139,8 @@ _COLUMNS = "size count type redop root".split()
 _PLACEMENT = "time algbw busbw #wrong".split()
 _DEFAULT_HEADER = _COLUMNS + 2 * _PLACEMENT
 _SYNONYMS = {"error": "#wrong", "cputime": "time"}
-# What mpirun --tag-output and srun --label put before each line.
-_TAG = re.compile(r"^(\[\d+,\d+\](<std\w+>)?:\s?|\d+: )")
+# What mpirun --tag-output, srun --label and pynccl.launch put before each line.
+_TAG = re.compile(r"^(\[\d+,\d+\](<std\w+>)?:\s?|\d+: |\[ *\d+\] )")
 _ROW = re.compile(r"^\s*\d+\s+\d+\s+[a-z]\w*\s")
 _DEVICE = re.compile(
     r"#\s+Rank\s+(\d+)(?:\s+Group\s+(\d+))?\s+Pid\s+(\d+) on\s+(\S+) device\s+(\d+) \[([^\]]*)\] (.*)"

@@ -45,6 +45,7 @@ class Rank:
         self._uid = uid
         self._local = sweep.place.local_rank * sweep.threads + thread
         self._seeds = self.bad_checks = 0
+        self._touched: set[int] = set()  # roots whose calls have been over all of the buffers
 
     def run_as_thread(self) -> None:
         try:
@@ -204,6 +205,9 @@ class Rank:
 
     def _sweep_sizes(self, report: Report | None, case: Case, handle: Any) -> None:
         self.barrier()
+        if case.root not in self._touched:
+            self._touched.add(case.root)
+            self._touch(case, handle)
         for size in self.options.warmup_sizes():
             trial = Trial(self, case, handle, size, in_place=False)
             for _ in range(self.options.warmup):
@@ -214,6 +218,14 @@ class Rank:
             for size in self.options.sizes():
                 self._row(report, case, handle, size)
             cycles += 1
+
+    def _touch(self, case: Case, handle: Any) -> None:
+        """Use every piece of the largest size once: a page that a rank first reads is mapped untimed."""
+        for in_place in (False, True):
+            trial = Trial(self, case, handle, self.options.max_bytes, in_place)
+            for _ in range(trial.pieces):
+                trial.next_call()()
+        self.finish()
 
     def _row(self, report: Report | None, case: Case, handle: Any, size: int) -> None:
         trials = {

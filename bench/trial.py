@@ -54,6 +54,11 @@ class Trial:
         self._calls = [self._call(piece * stride) for piece in range(pieces)]
         self._next = 0
 
+    @property
+    def pieces(self) -> int:
+        """Calls until the first piece has its turn again."""
+        return len(self._calls)
+
     def next_call(self) -> Callable[[], Any]:
         call = self._calls[self._next]
         self._next = (self._next + 1) % len(self._calls)

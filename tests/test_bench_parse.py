@@ -128,7 +128,7 @@ def test_columns_are_found_by_their_names():
     ]
 
 
-@pytest.mark.parametrize("tag", ["[1,0]<stdout>:", "[1,0]<stdout>: ", "0: "])
+@pytest.mark.parametrize("tag", ["[1,0]<stdout>:", "[1,0]<stdout>: ", "0: ", "[0] ", "[ 0] "])
 def test_what_launchers_put_before_lines_is_taken_off(tag: str):
     text = "".join(f"{tag}{line}\n" for line in REAL.read_text().splitlines())
     assert read(text) == read(REAL)
