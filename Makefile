@@ -8,7 +8,7 @@ SET_UP := $(VENV)/.set-up
 SHELL         := bash
 .SHELLFLAGS   := -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench bench-train gpu-check clean
+.PHONY: help setup demo test lint bench bench-peers bench-smoke bench-train gpu-check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -36,6 +36,14 @@ lint: setup ## Check formatting, lint, types, and the C sources with warnings as
 bench: setup ## Sweep all_reduce over sizes on 2 ranks, results in build/bench
 	@mkdir -p build/bench
 	$(IN) -m bench.all_reduce_perf -b 8 -e 64M -f 2 -g 2 -J build/bench/all_reduce.json | tee build/bench/all_reduce.txt
+
+bench-peers: setup ## Compare with Open MPI, MPICH and Gloo (installs them for themselves), results in build/bench
+	@mkdir -p build/bench
+	$(IN) -m bench.peers --set-up
+	$(IN) -m bench.peers --load 0,1 --json build/bench/peers.json | tee build/bench/peers.txt
+
+bench-smoke: setup ## Print a few figures beside those of bench/baseline.json; under a minute
+	$(IN) -m bench.smoke
 
 bench-train: setup ## Compare a sharded training step with torch's FSDP2 and DDP (installs torch for itself)
 	@mkdir -p build/bench

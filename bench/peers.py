@@ -5,7 +5,8 @@
 
 All sides' rank processes live side by side and take turns for each case: see `bench.peer`. Calls are made
 back to back on arrays that stay, float32, out of place (except broadcast, and Gloo's all_reduce, which has no
-other way); each side's result is checked once a case. How a figure comes about, and what was found: docs/performance.md.
+other way); each side's result is checked once a case. How a figure comes about, and what was found:
+docs/performance.md.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
  * RANKS processes connect to the Unix socket SOCKET and obey the lines that bench/peer/worker.py documents. A
  * call of a process loads `loads` streams of `elements` floats, adds them, and stores the sum to `stores`
  * streams: see `streams` in bench/peer/cases.py for what an operation needs. Key "streaming" stores past the
- * caches, any other key through them; the reader of the times takes the faster.
+ * caches, "cached" through them; the reader of the times takes the faster. A call of key "meeting" moves nothing:
+ * all processes wait for each other once, which no collective can do without.
  */
 #include <inttypes.h>
 #include <sched.h>
@@ -44,8 +45,8 @@ typedef float vector __attribute__((vector_size(VECTOR_BYTES)));
 enum { LANES = VECTOR_BYTES / sizeof(float), UNROLL = 4 };
 
 struct meeting {
-    _Atomic uint32_t arrived;
-    _Atomic uint32_t round;
+    _Alignas(128) _Atomic uint32_t arrived;
+    _Alignas(128) _Atomic uint32_t round;
 };
 
 struct job {
@@ -59,6 +60,7 @@ struct job {
 
 static struct meeting *meeting;
 static uint32_t ranks;
+static int patience; /* looks at a flag before the core is offered to others: none where others need it */
 
 static void fail(const char *what) {
     perror(what);
@@ -72,8 +74,9 @@ static void barrier(void) {
         atomic_fetch_add(&meeting->round, 1);
         return;
     }
-    while (atomic_load(&meeting->round) == round)
-        sched_yield();
+    for (int looks = 0; atomic_load_explicit(&meeting->round, memory_order_acquire) == round; looks++)
+        if (looks >= patience)
+            sched_yield();
 }
 
 static double now(void) {
@@ -159,7 +162,18 @@ static inline __attribute__((always_inline)) void call(const struct job *job, bo
         move(job, loads, stores, streaming);
 }
 
+static double mean_meeting(uint64_t count) {
+    for (uint64_t i = 0; i <= count / WARM_UP; i++)
+        barrier();
+    double start = now();
+    for (uint64_t i = 0; i < count; i++)
+        barrier();
+    return (now() - start) / (double)count;
+}
+
 static double mean_seconds(const struct job *job, uint64_t count) {
+    if (strcmp(job->key, "meeting") == 0)
+        return mean_meeting(count);
     bool streaming = strcmp(job->key, "streaming") == 0;
     for (uint64_t i = 0; i <= count / WARM_UP; i++)
         call(job, streaming);
@@ -255,6 +269,7 @@ int main(int argc, char **argv) {
         fprintf(stderr, "usage: roofline SOCKET RANKS\n");
         return 2;
     }
+    patience = ranks <= (uint32_t)sysconf(_SC_NPROCESSORS_ONLN) ? 1000 : 0;
     meeting = mmap(NULL, sizeof *meeting, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (meeting == MAP_FAILED)
         fail("roofline: mmap");

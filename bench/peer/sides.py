@@ -75,7 +75,7 @@ SIDES = {
     ),
     "mpich": Spec(_mpich),
     "gloo": Spec(_gloo),
-    "roofline": Spec(_roofline, kinds=("cached", "streaming")),
+    "roofline": Spec(_roofline, kinds=("cached", "streaming", "meeting")),
 }
 PEERS = ("openmpi", "mpich", "gloo")
 

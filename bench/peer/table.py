@@ -9,7 +9,7 @@ from bench.peer.cases import size_in_words
 from bench.peer.rows import missed
 from bench.peer.sides import PEERS
 
-__all__ = ["text"]
+__all__ = ["aligned", "text"]
 
 MARK = "MISS"
 HEAD = (
@@ -42,7 +42,7 @@ def text(found: Mapping[str, Any]) -> str:
     ]
     for load in found["loads"]:
         rows = [row for row in all_rows if row["load"] == load]
-        parts += ["", f"--- {load} ---", *_aligned([HEAD, *(_cells(row) for row in rows)])]
+        parts += ["", f"--- {load} ---", *aligned([HEAD, *(_cells(row) for row in rows)])]
     misses = [row for row in all_rows if missed(row)]
     asked = [row for row in all_rows if row["met"] is not None]
     parts += ["", f"{len(misses)} of {len(asked)} rows miss a target"]
@@ -100,7 +100,8 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows as lines: columns 0 and 3 to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     left = {0, 3}
     return [
