@@ -104,6 +104,8 @@ class Gpu:
         self.cupy.cuda.Device(self.index).synchronize()
 
     def get(self, array: Any) -> Any:
+        if not array.size:
+            return np.empty(0, array.dtype)
         return self.cupy.asnumpy(array.view("uint8")).view(array.dtype)
 
     def finish(self, comm: Any, timeout: float) -> None:

@@ -155,12 +155,14 @@ class Trial:
     def _graph(self) -> tuple[float, float, list[Any]]:
         """The same operations captured as a CUDA graph, which is then launched `-G` times."""
         options, stream = self.options, self.device.stream
-        stream.begin_capture()
-        for _ in range(options.iterations):
-            with pynccl.group() if options.aggregated > 1 else contextlib.nullcontext():
-                for _ in range(options.aggregated):
-                    self.next_call()()
-        graph = stream.end_capture()
+
+        def iterate() -> None:
+            for _ in range(options.iterations):
+                with pynccl.group() if options.aggregated > 1 else contextlib.nullcontext():
+                    for _ in range(options.aggregated):
+                        self.next_call()()
+
+        graph = self._captured(iterate)
         self.rank.barrier()
         begun = time.perf_counter()
         for _ in range(options.graph_launches):
@@ -169,6 +171,14 @@ class Trial:
         self._finish()
         operations = options.iterations * options.aggregated * options.graph_launches
         return (time.perf_counter() - begun) / operations, (launched - begun) / operations, []
+
+    def _captured(self, work: Callable[[], Any]) -> Any:
+        self.device.stream.begin_capture()
+        try:
+            work()
+        finally:  # an error in between is of more use than that of a stream which captures for ever
+            graph = self.device.stream.end_capture()
+        return graph
 
     def _iterations(self, marks: list[Any]) -> IterationStats:
         """Per iteration the slowest rank of each process, and of those the slowest."""
@@ -195,7 +205,10 @@ class Trial:
             self.device.put(sent, collective.inputs(case, rank, seed, self.layout))
             want = collective.expected(case, rank, seed, self.layout)
             untouched = self.device.get(received[want.size :]).copy()
-            self._calls[0]()
+            if self.options.graph_launches:
+                self._captured(self._calls[0]).launch(self.device.stream)
+            else:
+                self._calls[0]()
             self._finish()
             got = self.device.get(received)
             mine = check.count_wrong(got[: want.size], want, check.tolerance(case.op, case.dtype))

@@ -266,6 +266,61 @@ def test_an_earlier_result_is_no_result(capsys: Capture, monkeypatch: pytest.Mon
 # ---- on GPUs
 
 
+class Tape:
+    """A stream that captures, as far as a sweep can tell: calls in between are kept, and made by `launch`."""
+
+    def __init__(self) -> None:
+        self.taken: list[Callable[[], None]] | None = None
+
+    def begin_capture(self) -> None:
+        self.taken = []
+
+    def end_capture(self) -> Tape:
+        graph = Tape()
+        graph.taken, self.taken = self.taken, None
+        return graph
+
+    def launch(self, stream: Tape) -> None:
+        assert self.taken and stream.taken is None
+        for call in self.taken:
+            call()
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_graphs_are_captured_launched_and_checked(
+    right: bool, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+):
+    row, made = COLLECTIVES["all_gather_perf"], {"at once": 0, "by a graph": 0}
+
+    def call(comm: Any, case: Any, layout: Any, x: Any, out: Any, op: Any, stream: Tape) -> Callable[[], Any]:
+        gather = row.call(comm, case, layout, x, out, op, None)
+
+        def captured() -> None:
+            made["by a graph"] += comm.rank == 0
+            if right:
+                gather()
+
+        def at_once() -> None:
+            if stream.taken is not None:
+                stream.taken.append(captured)
+            else:
+                made["at once"] += comm.rank == 0
+                gather()
+
+        return at_once
+
+    monkeypatch.setitem(COLLECTIVES, "all_gather_perf", dataclasses.replace(row, call=call))
+    monkeypatch.setattr("bench.runner.refuse_what_cannot_apply", lambda options, kind: None)
+    monkeypatch.setattr(
+        "bench.devices.Host.stream", property(lambda host: host.__dict__.setdefault("tape", Tape()))
+    )
+    run = sweep("all_gather_perf", "-b 4K -e 4K -t 2 -w 0 -n 3 -G 5 -c 2", capsys, status=0 if right else 1)
+    assert run.good is right
+    checks = 2 if right else 1  # the first wrong one ends them
+    assert made["by a graph"] == 2 * (3 * 5 + checks)  # in both placements
+    assert made["at once"] == 2 * 3 + 2  # all over the buffers, and once before each timing
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("line", ["", "-G 2", "-d all -o all -r all"])
 @pytest.mark.parametrize("program", COLLECTIVES)
