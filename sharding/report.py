@@ -34,7 +34,7 @@ import numpy as np
 from .buffers import slot_bytes
 from .layout import Layout, UnitLayout
 from .policy import Dtypes, MixedPrecision, Strategy, dtypes_of
-from .transport import Transport, ring_bytes
+from .transport import LIBRARY, Transport, ring_bytes
 
 if TYPE_CHECKING:
     from .engine import ShardedModel
@@ -76,7 +76,7 @@ class Setting:
     """The unit that stays whole through a microbatch, if there is one."""
     slots: int = 2
     """State arrays of the optimizer."""
-    transport: Transport = field(default_factory=Transport)
+    transport: Transport = LIBRARY
     """How the collectives travel."""
     shard_rank: int = 0
     replicate_rank: int = 0

@@ -16,7 +16,7 @@ import numpy as np
 from .layout import Layout
 from .policy import MixedPrecision, Strategy, dtypes_of
 
-__all__ = ["CALLS", "Transport", "Way", "ring_bytes"]
+__all__ = ["CALLS", "LIBRARY", "Transport", "Way", "ring_bytes"]
 
 CALLS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -161,6 +161,10 @@ class Transport:
         """Bytes of memory that a way keeps for a whole buffer from call to call."""
         way = self.ways.get(what)
         return 0 if way is None or _is_algorithm(way) else way.bytes_kept(what, elements, ranks)
+
+
+LIBRARY = Transport()
+"""Everything by the library's own collectives."""
 
 
 def ring_bytes(what: str, buffer: int, ranks: int) -> float:
