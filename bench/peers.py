@@ -27,14 +27,14 @@ from bench.peer.rows import document, missed, write
 from bench.peer.sides import PEERS, SideError
 from bench.peer.table import text
 
-__all__ = ["main", "plan_of"]
+__all__ = ["main", "options_of", "plan_of"]
 
 QUICK = {"sizes": "8,4K,1M,16M", "rounds": 5, "turn_ms": 15}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0; 1 if a side failed or (with --strict) a target was missed; 2 for misuse."""
-    options = _options(arguments)
+    options = options_of(arguments)
     plan = plan_of(options)
     if options.set_up:
         return _set_up(plan)
@@ -96,7 +96,8 @@ def _say(line: str) -> None:
 # --- the command line ---------------------------------------------------------------------------------------
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The parsed command line; SystemExit for misuse."""
     parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--ranks", type=_list_of(_count), default="2,4", help="numbers of ranks (default: 2,4)")

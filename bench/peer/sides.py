@@ -88,6 +88,7 @@ class Side:
         self.log = folder / f"{name}.{ranks}.log"
         self._processes: list[subprocess.Popen[bytes]] = []
         self._wires: list[tuple[socket.socket, TextIO]] = []
+        self._hello: list[dict[str, Any]] = []  # what each rank said first
         spec = SIDES[name]
         environ, _ = child_environment(os.environ)
         environ |= spec.environ
@@ -154,9 +155,7 @@ class Side:
 
     def close(self) -> None:
         """End the ranks: politely, and for certain."""
-        for wire, lines in self._wires:
-            lines.close()
-            wire.close()
+        self._hang_up()
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
@@ -167,20 +166,25 @@ class Side:
     def _meet(self, listener: socket.socket) -> None:
         deadline = time.monotonic() + self.timeout
         listener.settimeout(0.1)
-        hello: list[tuple[dict[str, Any], socket.socket, TextIO]] = []
-        while len(hello) < self.ranks:
+        while len(self._hello) < self.ranks:
             ended = [process for process in self._processes if process.poll() is not None]
             if ended or time.monotonic() > deadline:
                 why = f"ended with {ended[0].returncode}" if ended else f"not there in {self.timeout:.0f} s"
-                self._fail(f"{len(hello)} of {self.ranks} ranks came: {why}")
+                self._fail(f"{len(self._hello)} of {self.ranks} ranks came: {why}")
             with contextlib.suppress(TimeoutError):
                 wire, _ = listener.accept()
                 wire.settimeout(self.timeout)
                 lines = wire.makefile("r")
-                hello.append((json.loads(lines.readline()), wire, lines))
-        hello.sort(key=lambda one: one[0]["rank"])
-        self._hello = [one[0] for one in hello]
-        self._wires = [(wire, lines) for _, wire, lines in hello]
+                line = lines.readline()
+                if not line:  # it has ended already, as its process will tell
+                    lines.close()
+                    wire.close()
+                    continue
+                self._wires.append((wire, lines))
+                self._hello.append(json.loads(line))
+        order = sorted(range(self.ranks), key=lambda number: self._hello[number]["rank"])
+        self._hello = [self._hello[number] for number in order]
+        self._wires = [self._wires[number] for number in order]
 
     def _line(self, rank: int, command: str) -> dict[str, Any]:
         lines = self._wires[rank][1]
@@ -197,14 +201,20 @@ class Side:
         log = self.log.read_text(errors="replace")[-3000:].strip()
         raise SideError(f"{self.name}: {what}; the end of its log:\n{log}")
 
+    def _hang_up(self) -> None:
+        for wire, lines in self._wires:
+            lines.close()
+            wire.close()
+
     def _kill(self) -> None:
         """The processes started here, in sessions of their own, and the ranks that told their numbers."""
+        self._hang_up()
         for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        for hello in getattr(self, "_hello", ()):
+        for hello in self._hello:
             command = Path(f"/proc/{hello['pid']}/cmdline")
             with contextlib.suppress(OSError):
                 if self.log.with_suffix(".sock").name in command.read_text(errors="replace"):
