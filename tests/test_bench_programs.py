@@ -244,6 +244,14 @@ def test_blocks_in_the_wrong_order_are_wrong(program: str, capsys: Capture, monk
     assert run.rows[0].wrong is not None and run.rows[0].wrong > 1000
 
 
+def test_every_check_has_data_of_its_own(capsys: Capture, monkeypatch: pytest.MonkeyPatch):
+    sent: dict[int, list[bytes]] = {0: [], 1: []}
+    spoil(monkeypatch, "all_gather_perf", lambda rank, x, out: sent[rank].append(x.tobytes()))
+    sweep("all_gather_perf", "-b 4K -e 4K -t 2 -n 1 -w 0 -c 3", capsys)
+    for each in sent.values():
+        assert len(set(each)) == 1 + 3 + 3  # the ones of the timings, and three for each placement
+
+
 def test_an_earlier_result_is_no_result(capsys: Capture, monkeypatch: pytest.MonkeyPatch):
     """Each check has fresh data: a call that works only the first time is found by the second check."""
     row, made = COLLECTIVES["broadcast_perf"], [0, 0]
