@@ -230,7 +230,10 @@ class Report:
         self._ranks = len(devices)
         self._document["env"] = [f"{name}={value}" for name, value in sorted(environment.items())]
         self._document["nccl_version"] = library
-        self._document["pynccl"] = dict(about)
+        self._document["pynccl"] = {
+            **about,
+            "notes": [line.lstrip("# ") for line in notes if line.strip("# ")],
+        }
         self._library = str(about.get("library", ""))
         self._document["config"] = {**_config(self._options), "devices": [_device(one) for one in devices]}
         self._document["results"] = self._rows
@@ -288,6 +291,11 @@ class Report:
     def comment(self, line: str) -> None:
         """A line between rows, which parsers pass over; it begins with #."""
         self._say(line)
+
+    def note(self, line: str) -> None:
+        """Something that was not run, and why: a line of text, and in the JSON one of our notes."""
+        self._say(line)
+        self._document["pynccl"]["notes"].append(line.lstrip("# "))
 
     def finish(self, out_of_bounds: int, least_busbw: float | None, memory: str | None = None) -> bool:
         """The lines below the last row; True if nothing was wrong and the bandwidth is what was asked for.

@@ -151,7 +151,7 @@ _CONCLUDED = re.compile(r"# Collective test concluded: (\S+)")
 _SETTINGS = re.compile(r"# nThread\s+(\d+)")
 _HEADER = re.compile(r"#\s+size\s+count\s+")
 _WORRYING = re.compile(
-    r"# error: (.+)|# Reducing maxBytes.*|.*Test (?:NCCL|CUDA) failure.*|.*Test failure.*|nRanks .*skipping"
+    r"# error: (.+)|# Reducing maxBytes.*|# Leaving out .*|.*Test (?:(?:NCCL|CUDA) )?failure.*|nRanks .*skipping"
 )
 
 
@@ -296,6 +296,7 @@ def _from_json(text: str, name: str) -> Run:
     notes = (
         [f"version {version} of the JSON format, newer than {NEWEST_JSON}"] if version > NEWEST_JSON else []
     )
+    notes += [str(note) for note in document.get("pynccl", {}).get("notes", ())]
     notes += [str(error) for error in document.get("errors", ()) if error]
     config, outcome = document.get("config", {}), document.get("out_of_bounds", {})
     if "out_of_bounds" not in document:

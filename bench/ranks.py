@@ -116,20 +116,20 @@ class Rank:
 
     def _run(self, report: Report | None) -> None:
         self._introduce(report)
-        if not self._refused():
+        if not self._refused(report):
             self._sweep(report)
         self._conclude(report)
 
-    def _refused(self) -> bool:
+    def _refused(self, report: Report | None) -> bool:
         """Whether a group of ranks is of a size that this program cannot use; rank 0 says so."""
         reason = self.collective.refuses(self.comm.size)
         refused = any(self.gather_numbers(bool(reason)))
-        if refused and self.number == 0:
-            print(reason or "another group has a number of ranks that this program cannot use", flush=True)
+        if refused and report:
+            report.note(reason or "another group has a number of ranks that this program cannot use")
         return refused
 
     def _sweep(self, report: Report | None) -> None:
-        for dtype in self._dtypes():
+        for dtype in self._dtypes(report):
             for buffer in (self.send, self.recv):
                 self.device.fill_with_ones(buffer, dtype)
             for op in self.options.ops if self.collective.reduces else ("none",):
@@ -167,7 +167,7 @@ class Rank:
             notes=self._notes,
         )
 
-    def _dtypes(self) -> Sequence[str]:
+    def _dtypes(self, report: Report | None) -> Sequence[str]:
         """What was asked for; of "all", those that every device has, with a word about the others."""
         usable = []
         for dtype in self.options.dtypes:
@@ -176,8 +176,8 @@ class Rank:
                 usable.append(dtype)
             elif self.options.dtype != "all":
                 raise UsageError(f"-d {dtype}: {reason or 'another rank has no such type'}")
-            elif self.number == 0:
-                print(f"# Leaving out {dtype}: {reason or 'another rank has no such type'}", flush=True)
+            elif report:
+                report.note(f"# Leaving out {dtype}: {reason or 'another rank has no such type'}")
         return usable
 
     def _roots(self) -> Sequence[int]:

@@ -181,9 +181,10 @@ def test_the_same_between_processes(program: str, repo: Path):
     assert len(run.rows) == 2 * 5 * (3 if program in ROOTED else 1)
 
 
-def test_hypercube_says_that_it_needs_a_power_of_two(capsys: Capture):
-    run = sweep("hypercube_perf", "-b 8 -e 64 -f 8 -t 3", capsys)
+def test_hypercube_says_that_it_needs_a_power_of_two(capsys: Capture, tmp_path: Path):
+    run = sweep("hypercube_perf", f"-b 8 -e 64 -f 8 -t 3 -J {tmp_path}/out.json", capsys)
     assert run.rows == () and run.notes == ("nRanks 3 is not a power of 2, skipping",)
+    assert read(tmp_path / "out.json").notes == run.notes
 
 
 # ---- wrong data: the checks can fail
