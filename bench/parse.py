@@ -151,7 +151,8 @@ _CONCLUDED = re.compile(r"# Collective test concluded: (\S+)")
 _SETTINGS = re.compile(r"# nThread\s+(\d+)")
 _HEADER = re.compile(r"#\s+size\s+count\s+")
 _WORRYING = re.compile(
-    r"# error: (.+)|# Reducing maxBytes.*|# Leaving out .*|.*Test (?:(?:NCCL|CUDA) )?failure.*|nRanks .*skipping"
+    r"# error: (.+)|# Reducing maxBytes.*|# Leaving out .*|nRanks .*skipping"
+    r"|.*Test (?:(?:NCCL|CUDA) )?failure.*"
 )
 
 
