@@ -113,7 +113,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--load", type=_list_of(_load), default="0", help="0: quiet; 1: beside a process that burns a core")
     add("--rounds", type=_count, help="a case (default: 7)")
     add("--loaded-rounds", type=_count, help="a case beside the burning process (default: as --rounds)")
-    add("--patience", type=float, default=1.0, help="rounds again for disturbed ones: up to this part")
+    add("--patience", type=float, default=0.5, help="rounds again for disturbed ones: up to this part (0.5)")
     add("--turn-ms", type=_count, help="of a side in a round, roughly (default: 30)")
     add("--timeout", type=float, default=90.0, help="seconds that no answer of a rank may take (default: 90)")
     add("--quick", action="store_true", help=f"fewer: {QUICK}")

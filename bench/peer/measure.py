@@ -41,7 +41,7 @@ class Plan:
     loads: tuple[int, ...] = (0,)  # of LOADS
     rounds: int = 7
     loaded_rounds: int = 7
-    patience: float = 1.0  # for disturbed rounds, up to this part of the rounds again
+    patience: float = 0.5  # for disturbed rounds, up to this part of the rounds again
     turn: float = 0.03  # seconds of a side in a round, roughly
     timeout: float = 90.0  # seconds that no answer of a rank may take
 

@@ -21,6 +21,7 @@
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 #ifdef __x86_64__
@@ -286,5 +287,7 @@ int main(int argc, char **argv) {
         }
     }
     serve(0, argv[1]);
+    while (wait(NULL) > 0) {
+    } /* all have lost the same parent */
     return 0;
 }
