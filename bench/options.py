@@ -234,7 +234,9 @@ def parse(program: str, arguments: Sequence[str]) -> Options:
     parser = argparse.ArgumentParser(
         prog=f"python -m bench.{program}",
         usage=f"python -m bench.{program} [options], all of them with -h",
-        description="The sweep of nccl-tests, with its options and its text.",
+        description=f"nccl-tests' {program}, with its options, its text and its JSON.",
+        epilog="Environment: NCCL_TESTS_DEVICE, _MIN_BW, _SPLIT, _SPLIT_MASK, and for alltoallv_perf "
+        "NCCL_TESTS_ALLTOALLV_SPREAD, _MATRIX_FILE, _MATRIX_SCALE, _PRINT_SUMMARY; see docs/bench.md.",
     )
     for option in OPTIONS:
         names = [f"-{option.letter}"] if option.letter else []
