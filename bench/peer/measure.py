@@ -65,9 +65,12 @@ class Outcome:
     failures: dict[str, str] = field(default_factory=dict)  # of a side: what it said
 
 
-def measure(plan: Plan, folder: Path, say: SAY) -> Outcome:
-    """Run the plan; logs and sockets go to `folder`. A peer that fails is said and left out from there."""
-    outcome = Outcome()
+def measure(plan: Plan, folder: Path, say: SAY, outcome: Outcome | None = None) -> Outcome:
+    """Run the plan; logs and sockets go to `folder`. A peer that fails is said and left out from there.
+
+    `outcome` is filled case by case, and returned. SideError or OSError when ours fails: it keeps what was found.
+    """
+    outcome = Outcome() if outcome is None else outcome
     with Burner() as burner:
         for ranks in sorted({case.ranks for case in plan.cases}):
             with _sides(plan, ranks, folder, outcome, say) as sides:
