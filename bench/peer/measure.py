@@ -68,7 +68,7 @@ class Outcome:
 def measure(plan: Plan, folder: Path, say: SAY, outcome: Outcome | None = None) -> Outcome:
     """Run the plan; logs and sockets go to `folder`. A peer that fails is said and left out from there.
 
-    `outcome` is filled case by case, and returned; it keeps what was found when ours fails (SideError, OSError).
+    `outcome` is filled case by case, and returned; it keeps what there is if ours fails (SideError, OSError).
     """
     outcome = Outcome() if outcome is None else outcome
     with Burner() as burner:
