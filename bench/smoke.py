@@ -1,9 +1,9 @@
 """A few figures of ours beside those of bench/baseline.json, in under a minute: `python -m bench.smoke`.
 
 Times of two machines, or of two days, do not compare. So each is divided by what the machine needs for the
-same case in the same rounds: the least traffic, by as many processes, and one meeting of them (`bench.peer`'s
-roofline program). That quotient is what is kept, and compared. It is a look, not a test: the exit status says
-whether it could be measured, never how fast it was.
+same case: the least traffic, by as many processes, one meeting of them (`bench.peer`'s roofline program, in
+the same rounds), and one call from Python to C. That quotient is what is kept, and compared. It is a look,
+not a test: the exit status says whether it could be measured, never how fast it was.
 
 `--write-baseline` measures more rounds and writes the file.
 """
@@ -11,10 +11,13 @@ whether it could be measured, never how fast it was.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
+import statistics
 import sys
 import tempfile
+import timeit
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,7 +90,7 @@ def compare(found: Mapping[str, Any], known: Mapping[str, Any] | None) -> str:
     lines = [
         f"here: {here}",
         f"baseline: {there}" if known else "no baseline: python -m bench.smoke --write-baseline makes one",
-        "quotient: ours over the machine's time for the least traffic and one meeting of the ranks;",
+        "quotient: ours over the machine's time for the least traffic, one meeting of ranks, a ctypes call;",
         "change: quotient over the baseline's, below 1 is better",
     ]
     return "\n".join([*lines, "", *aligned(table)])
@@ -116,14 +119,21 @@ def _found(rounds: int) -> dict[str, Any]:
     if outcome.failures:
         raise SideError("; ".join(f"{side}: {what}" for side, what in outcome.failures.items()))
     made = document(outcome, len(os.sched_getaffinity(0)))
-    rows = []
+    rows, call = [], _call_us()
     for row in made["rows"]:
-        needs = row["roofline_us"] + row["meeting_us"]
+        needs = row["roofline_us"] + row["meeting_us"] + call
         figures = {"ours_us": row["ours_us"], "machine_us": needs, "quotient": row["ours_us"] / needs}
         rows.append(
             {name: row[name] for name in KEY} | {name: float(f"{x:.4g}") for name, x in figures.items()}
         )
     return {"machine": made["machine"], "rows": rows}
+
+
+def _call_us() -> float:
+    """A call of ctypes that does next to nothing: the median of many batches."""
+    function, batch = ctypes.CDLL(None).getppid, 1000
+    times = timeit.repeat(function, number=batch, repeat=31)
+    return 1e6 * statistics.median(times) / batch
 
 
 if __name__ == "__main__":

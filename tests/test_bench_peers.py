@@ -158,7 +158,7 @@ def test_a_row_has_medians_spreads_ratios_and_targets() -> None:
             "mpich_us": 150,
             "gloo_us": None,
             "roofline_us": 20,
-            "meeting_us": 2,
+            "meeting_us": 1,
         }
     )
     assert plain["spread"]["openmpi"] == pytest.approx([110, 160])

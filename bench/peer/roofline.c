@@ -270,7 +270,10 @@ int main(int argc, char **argv) {
         fprintf(stderr, "usage: roofline SOCKET RANKS\n");
         return 2;
     }
-    patience = ranks <= (uint32_t)sysconf(_SC_NPROCESSORS_ONLN) ? 1000 : 0;
+    cpu_set_t cores;
+    if (sched_getaffinity(0, sizeof cores, &cores) != 0)
+        fail("roofline: sched_getaffinity");
+    patience = ranks <= (uint32_t)CPU_COUNT(&cores) ? 1000 : 0;
     meeting = mmap(NULL, sizeof *meeting, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (meeting == MAP_FAILED)
         fail("roofline: mmap");

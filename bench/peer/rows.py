@@ -6,7 +6,8 @@ The file is `{"version": 1, "machine", "load", "loads", "sides": {name: version}
     op, ranks, bytes, buffers (plain, mapped or prepared), load (quiet or one busy core), rounds
     ours_us, openmpi_us, mpich_us, gloo_us, roofline_us: medians over the rounds of the mean per call of the
         slowest rank; null: not measured
-    meeting_us: all ranks' processes wait for each other once, in C and shared memory
+    meeting_us: all ranks' processes wait for each other once, in C and shared memory; the least of all
+        rounds, since two that woke up on one core need ten times as long
     spread: {side: [p25, p75] in us}
     fastest, ratio, target, met: a peer, ours over it (of the medians), and what is asked
     roofline_fraction, roofline_target, roofline_met: the roofline's time over ours; null: nothing is asked
@@ -93,7 +94,7 @@ def rows(times: Times, cores: int) -> list[dict[str, Any]]:
             "load": times.load,
             "ours_us": ours,
             **{f"{side}_us": value for side, value in us.items()},
-            "meeting_us": None if meeting is None else 1e6 * quantile(meeting, 0.5),
+            "meeting_us": None if meeting is None else 1e6 * min(meeting),
             "spread": {
                 side: [1e6 * quantile(its, part) for part in (0.25, 0.75)] for side, its in spread.items()
             },

