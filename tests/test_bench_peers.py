@@ -82,7 +82,7 @@ def test_prepared_calls_are_for_small_cases_and_stores_past_the_caches_for_large
     assert kinds("ours", small) == ["plain", "mapped", "prepared"]
     assert kinds("ours", large) == ["plain", "mapped"]
     assert kinds("roofline", small) == ["cached", "meeting"]
-    assert kinds("roofline", large) == ["cached", "streaming", "meeting"]
+    assert kinds("roofline", large) == ["cached", "streaming", "meeting", "passing"]
 
 
 # --- what is asked ------------------------------------------------------------------------------------------
@@ -141,6 +141,7 @@ def made_times(**changed: list[float]) -> Times:
         ("roofline", "cached"): [22e-6, 22e-6, 22e-6],
         ("roofline", "streaming"): [21e-6, 20e-6, 19e-6],
         ("roofline", "meeting"): [1e-6, 2e-6, 3e-6],
+        ("roofline", "passing"): [5e-6, 6e-6, 7e-6],
     }
     changes = {tuple(name.split("_")): rounds for name, rounds in changed.items()}
     rounds = {key: changes.get(key, its) for key, its in us.items()}
@@ -159,6 +160,7 @@ def test_a_row_has_medians_spreads_ratios_and_targets() -> None:
             "gloo_us": None,
             "roofline_us": 20,
             "meeting_us": 1,
+            "passing_us": 6,
         }
     )
     assert plain["spread"]["openmpi"] == pytest.approx([110, 160])

@@ -25,6 +25,7 @@ from bench.train.pool import DISTURBED, machine_time, process_time
 __all__ = ["LOADS", "Outcome", "Plan", "Times", "kinds", "measure"]
 
 LOADS = ("quiet", "one busy core")
+PASSING_FROM = 64 << 10  # bytes; below, a meeting is most of it
 STREAMING_FROM = 256 << 10  # bytes; below, stores past the caches cannot be the machine's best
 PREPARED_TO = 4 << 10  # bytes; above, the checks that a prepared call saves are nothing beside the call
 FEWEST, MOST = 3, 20000  # calls a round
@@ -84,6 +85,8 @@ def kinds(side: str, case: Case) -> list[str]:
     skipped = set()
     if case.bytes > PREPARED_TO:
         skipped.add("prepared")
+    if case.bytes < PASSING_FROM:
+        skipped.add("passing")
     if case.bytes < STREAMING_FROM:
         skipped.add("streaming")
     return [kind for kind in SIDES[side].kinds if kind not in skipped]

@@ -6,7 +6,9 @@
  * call of a process loads `loads` streams of `elements` floats, adds them, and stores the sum to `stores`
  * streams: see `streams` in bench/peer/cases.py for what an operation needs. Key "streaming" stores past the
  * caches, "cached" through them; the reader of the times takes the faster. A call of key "meeting" moves nothing:
- * all processes wait for each other once, which no collective can do without.
+ * all processes wait for each other once, which no collective can do without. A call of key "passing" hands the
+ * case's bytes to the next process through shared memory, a chunk after another: what crosses between cores
+ * costs several times more in some minutes than in others, and ordinary arrays have to cross.
  */
 #include <inttypes.h>
 #include <sched.h>
@@ -31,6 +33,7 @@
 #define MOST_STREAMS 64
 #define MOST_KEYS 4
 #define WARM_UP 8 /* as in worker.py */
+#define CHUNK ((size_t)128 << 10) /* bytes; a slot holds one, and each process has two */
 #define HUGE_PAGE ((size_t)2 << 20)
 
 #if defined(__AVX512F__)
@@ -57,10 +60,12 @@ struct job {
     size_t stride;   /* from one stream to the next */
     float *memory;   /* the loaded streams, then the stored ones */
     size_t bytes;
+    size_t passed; /* bytes, by a call of "passing" */
 };
 
 static struct meeting *meeting;
-static uint32_t ranks;
+static char *slots; /* of all processes, shared */
+static uint32_t ranks, me;
 static int patience; /* looks at a flag before the core is offered to others: none where others need it */
 
 static void fail(const char *what) {
@@ -172,9 +177,39 @@ static double mean_meeting(uint64_t count) {
     return (now() - start) / (double)count;
 }
 
+static char *slot(uint32_t rank, unsigned turn) {
+    return slots + (2 * (size_t)rank + turn % 2) * CHUNK;
+}
+
+/* One meeting a chunk is enough: a slot is written again only after the next meeting, when it has been read. */
+static void pass(const struct job *job, unsigned *turn) {
+    char *from = (char *)job->memory, *to = from + job->passed;
+    for (size_t at = 0; at < job->passed; at += CHUNK, ++*turn) {
+        size_t size = job->passed - at < CHUNK ? job->passed - at : CHUNK;
+        memcpy(slot(me, *turn), from + at, size);
+        barrier();
+        memcpy(to + at, slot((me + 1) % ranks, *turn), size);
+    }
+}
+
+static double mean_passing(const struct job *job, uint64_t count) {
+    unsigned turn = 0;
+    for (uint64_t i = 0; i <= count / WARM_UP; i++)
+        pass(job, &turn);
+    barrier();
+    double start = now();
+    for (uint64_t i = 0; i < count; i++)
+        pass(job, &turn);
+    double taken = now() - start;
+    barrier(); /* the next job's first slot may be one that is still read */
+    return taken / (double)count;
+}
+
 static double mean_seconds(const struct job *job, uint64_t count) {
     if (strcmp(job->key, "meeting") == 0)
         return mean_meeting(count);
+    if (strcmp(job->key, "passing") == 0)
+        return mean_passing(job, count);
     bool streaming = strcmp(job->key, "streaming") == 0;
     for (uint64_t i = 0; i <= count / WARM_UP; i++)
         call(job, streaming);
@@ -206,7 +241,7 @@ static struct job *find(struct job *jobs, const char *key) {
     return NULL;
 }
 
-static void set_up(struct job *job, const char *key, int loads, int stores, size_t elements) {
+static void set_up(struct job *job, const char *key, size_t bytes, int loads, int stores, size_t elements) {
     if (loads < 1 || stores < 1 || loads > MOST_STREAMS || stores > MOST_STREAMS || strlen(key) >= sizeof job->key) {
         fprintf(stderr, "roofline: no job %s of %d loads and %d stores\n", key, loads, stores);
         exit(2);
@@ -216,7 +251,10 @@ static void set_up(struct job *job, const char *key, int loads, int stores, size
     job->stores = stores;
     job->elements = elements;
     job->stride = (elements + LANES - 1) / LANES * LANES;
+    job->passed = bytes;
     size_t used = job->stride * sizeof(float) * (size_t)(loads + stores);
+    if (used < 2 * bytes)
+        used = 2 * bytes;
     job->bytes = (used + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
     job->memory = mmap(NULL, job->bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (job->memory == MAP_FAILED)
@@ -225,7 +263,8 @@ static void set_up(struct job *job, const char *key, int loads, int stores, size
     memset(job->memory, 0, used);
 }
 
-static void serve(int rank, const char *path) {
+static void serve(uint32_t rank, const char *path) {
+    me = rank;
     struct sockaddr_un name = {.sun_family = AF_UNIX};
     if (strlen(path) >= sizeof name.sun_path) {
         fprintf(stderr, "roofline: the socket's path is too long: %s\n", path);
@@ -239,7 +278,7 @@ static void serve(int rank, const char *path) {
     if (!in || !out)
         fail("roofline: fdopen");
     setvbuf(out, NULL, _IOLBF, 0);
-    fprintf(out, "{\"rank\": %d, \"pid\": %d, \"version\": \"%d-byte vectors\"}\n", rank, (int)getpid(), VECTOR_BYTES);
+    fprintf(out, "{\"rank\": %d, \"pid\": %d, \"version\": \"%d-byte vectors\"}\n", (int)rank, (int)getpid(), VECTOR_BYTES);
 
     struct job jobs[MOST_KEYS] = {0};
     char line[256], key[32], op[32];
@@ -250,7 +289,7 @@ static void serve(int rank, const char *path) {
         struct job *job;
         if (sscanf(line, "setup %31s %31s %zu %d %d %zu", key, op, &bytes, &loads, &stores, &elements) == 6 &&
             (job = find(jobs, "")) != NULL) {
-            set_up(job, key, loads, stores, elements);
+            set_up(job, key, bytes, loads, stores, elements);
             fprintf(out, "{\"wrong\": 0}\n");
         } else if (sscanf(line, "time %31s %" SCNu64, key, &count) == 2 && (job = find(jobs, key)) != NULL) {
             fprintf(out, "{\"seconds\": %.9g}\n", mean_seconds(job, count));
@@ -275,7 +314,8 @@ int main(int argc, char **argv) {
         fail("roofline: sched_getaffinity");
     patience = ranks <= (uint32_t)CPU_COUNT(&cores) ? 1000 : 0;
     meeting = mmap(NULL, sizeof *meeting, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (meeting == MAP_FAILED)
+    slots = mmap(NULL, 2 * ranks * CHUNK, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (meeting == MAP_FAILED || slots == MAP_FAILED)
         fail("roofline: mmap");
     pid_t parent = getpid();
     for (uint32_t rank = 1; rank < ranks; rank++) {
@@ -285,7 +325,7 @@ int main(int argc, char **argv) {
         if (child == 0) {
             prctl(PR_SET_PDEATHSIG, SIGKILL);
             if (getppid() == parent)
-                serve((int)rank, argv[1]);
+                serve(rank, argv[1]);
             return 0;
         }
     }

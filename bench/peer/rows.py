@@ -8,6 +8,7 @@ The file is `{"version": 1, "machine", "load", "loads", "sides": {name: version}
         slowest rank; null: not measured
     meeting_us: all ranks' processes wait for each other once, in C and shared memory; the least of all
         rounds, since two that woke up on one core need ten times as long
+    passing_us: each process hands `bytes` to the next through shared memory, in C; null: not measured
     spread: {side: [p25, p75] in us}
     fastest, ratio, target, met: a peer, ours over it (of the medians), and what is asked
     roofline_fraction, roofline_target, roofline_met: the roofline's time over ours; null: nothing is asked
@@ -70,7 +71,7 @@ def rows(times: Times, cores: int) -> list[dict[str, Any]]:
         }
         for side in SIDES
     }
-    meeting = taken["roofline"].pop("meeting", None)
+    meeting, passing = (taken["roofline"].pop(kind, None) for kind in ("meeting", "passing"))
     others = {side: _best(taken[side]) for side in (*PEERS, "roofline")}
     made = []
     for kind in SIDES["ours"].kinds:
@@ -95,6 +96,7 @@ def rows(times: Times, cores: int) -> list[dict[str, Any]]:
             "ours_us": ours,
             **{f"{side}_us": value for side, value in us.items()},
             "meeting_us": None if meeting is None else 1e6 * min(meeting),
+            "passing_us": None if passing is None else 1e6 * quantile(passing, 0.5),
             "spread": {
                 side: [1e6 * quantile(its, part) for part in (0.25, 0.75)] for side, its in spread.items()
             },

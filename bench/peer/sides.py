@@ -78,7 +78,7 @@ SIDES = {
     ),
     "mpich": Spec(_mpich),
     "gloo": Spec(_gloo),
-    "roofline": Spec(_roofline, kinds=("cached", "streaming", "meeting")),
+    "roofline": Spec(_roofline, kinds=("cached", "streaming", "meeting", "passing")),
 }
 PEERS = ("openmpi", "mpich", "gloo")
 
