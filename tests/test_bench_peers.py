@@ -189,6 +189,7 @@ def test_the_table_marks_misses_and_says_why() -> None:
     lines = {line.split()[4]: line for line in printed if line.startswith("all_reduce")}
     assert lines["mapped"].endswith("MISS") and not lines["plain"].endswith("MISS")
     assert "1 of 2 rows miss a target" in printed
+    assert "1 rows, for reasons not known yet:" in printed
     assert "FAILED gloo on 2 ranks: it ended" in printed
     said = next(line for line in printed if line.startswith("  all_reduce, 2 ranks, 1 MiB, mapped, quiet"))
     assert "0.25 of openmpi's time, at most 0.2 wanted" in said
@@ -196,12 +197,12 @@ def test_the_table_marks_misses_and_says_why() -> None:
 
 
 def test_a_known_miss_is_found_by_operation_ranks_size_and_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    miss = Miss("*", 2, 1 * MIB, 4 * MIB, ("mapped",), "the caches are shared")
+    miss = Miss("*", 2, 1 * MIB, 4 * MIB, ("mapped",), "because the caches are shared")
     monkeypatch.setattr("bench.peer.targets.MISSES", (*MISSES, miss))
-    row = {"op": "broadcast", "ranks": 2, "bytes": 2 * MIB, "buffers": "mapped"}
-    assert why(row) == "the caches are shared"
+    row = {"op": "broadcast", "ranks": 2, "bytes": 2 * MIB, "buffers": "mapped", "load": "quiet"}
+    assert why(row) == "because the caches are shared"
     assert why(row | {"ranks": 3}) is None and why(row | {"bytes": 8 * MIB}) is None
-    assert why(row | {"buffers": "plain"}) is None
+    assert why(row | {"buffers": "plain"}) is None and why(row | {"load": LOADS[1]}) is None
 
 
 def test_a_written_run_reads_back(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run as text: a table a load, misses marked, and then the misses with what is known about them."""
+"""A run as text: a table a load, misses marked, and then the misses by what is known about them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def text(found: Mapping[str, Any]) -> str:
     misses = [row for row in all_rows if missed(row)]
     asked = [row for row in all_rows if row["met"] is not None]
     parts += ["", f"{len(misses)} of {len(asked)} rows miss a target"]
-    parts += [f"  {_name(row)}: {_short(row)}. {row['why'] or 'Why: not known yet.'}" for row in misses]
+    for reason in dict.fromkeys(row["why"] for row in misses):
+        rows = [row for row in misses if row["why"] == reason]
+        parts += [f"{len(rows)} rows, {reason or 'for reasons not known yet'}:"]
+        parts += [f"  {_name(row)}: {_short(row)}" for row in rows]
     parts += [f"FAILED {side}: {what}" for side, what in found["failures"].items()]
     return "\n".join(parts)
 

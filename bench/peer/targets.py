@@ -100,7 +100,8 @@ class Miss:
     least: int
     most: int
     buffers: tuple[str, ...]
-    why: str
+    why: str  # as in "3 rows, because the caches are shared:"
+    load: str = "quiet"  # as in a row
 
 
 MISSES: tuple[Miss, ...] = ()
@@ -114,6 +115,7 @@ def why(row: Mapping[str, Any]) -> str | None:
             and miss.ranks == row["ranks"]
             and miss.least <= row["bytes"] <= miss.most
             and row["buffers"] in miss.buffers
+            and row["load"] == miss.load
         ):
             return miss.why
     return None
