@@ -15,7 +15,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "host.h"
+#include "collective.h"
 
 const struct kind_info kinds[KINDS] = {
     /*                 name            blocks reduces from_root to_root */
@@ -35,12 +35,6 @@ const struct kind_info kinds[KINDS] = {
     [WAIT_SIGNAL]    = {"wait_signal",    false, false, false, false, wait_signal_progress},
 };
 
-#define PUSH_BLOCK 32768 /* bytes reduced before they are pushed to the peers: stays in L1/L2 between the two */
-#define ALIGN_SLICE 64   /* slices of an all-reduce begin on cache lines, so that no two ranks write one */
-#define NOBODY (-1)
-
-static bool contributes(const struct op *op) { return !kinds[op->kind].from_root || op->comm->rank == op->root; }
-static bool receives(const struct op *op) { return !kinds[op->kind].to_root || op->comm->rank == op->root; }
 static size_t contribution(const struct op *op) { return kinds[op->kind].blocks ? op->bytes * op->comm->nranks : op->bytes; }
 static bool rooted(enum kind kind) { return kinds[kind].from_root || kinds[kind].to_root; }
 
@@ -73,24 +67,14 @@ const char *op_words(const struct op *op, char *buffer, size_t size) {
   return buffer;
 }
 
-static struct post *post_of(const struct ncclComm *comm, int rank, uint64_t sequence) { return &lines_of(comm, rank)->posts[sequence & 1]; }
-
 static char *small_of(const struct ncclComm *comm, int rank, uint64_t sequence) {
   return comm->segment->base + comm->layout.small + ((size_t)rank * 2 + (sequence & 1)) * ONE_SHOT_BYTES;
-}
-
-static char *slot_of(const struct ncclComm *comm, int rank, uint64_t chunk) {
-  return comm->segment->base + comm->layout.stage + ((size_t)rank * STAGE_SLOTS + chunk % STAGE_SLOTS) * comm->layout.chunk;
 }
 
 /* Where a contribution of `bytes` bytes is exposed in a one-shot. */
 static char *exposure_of(const struct ncclComm *comm, int rank, uint64_t sequence, size_t bytes) {
   if (bytes <= sizeof((struct post *)0)->payload) return (char *)post_of(comm, rank, sequence)->payload;
   return small_of(comm, rank, sequence);
-}
-
-static void move(void *to, const void *from, size_t bytes) {
-  if (to != from && bytes > 0) memcpy(to, from, bytes);
 }
 
 /* My contribution to bytes [offset, offset + length) of each block, packed at `to`. My own block stays where it is: only I read it. */
@@ -116,8 +100,7 @@ static void reduce_from(const struct op *op, char *to, const char *const *source
   reduce_block(to, (const void *const *)sources, scaled ? scalars : NULL, op->comm->nranks, length / op->element, (int)op->dtype, op->redop);
 }
 
-/* What I need of bytes [offset, offset + length) of each block, out of the exposures sources[] whose blocks lie `stride` bytes apart. */
-static void take(const struct op *op, const char *const *sources, size_t stride, size_t offset, size_t length) {
+void take(const struct op *op, const char *const *sources, size_t stride, size_t offset, size_t length) {
   const struct kind_info *kind = &kinds[op->kind];
   const int me = op->comm->rank, n = op->comm->nranks;
   const size_t mine = kind->blocks ? (size_t)me * stride : 0;
@@ -184,138 +167,32 @@ static void one_shot(const struct op *op) {
   take(op, sources, op->bytes, 0, op->bytes);
 }
 
-/* ---- mapped: step 0 moves everything, step 1 waits until all have done so ---------------------------------------------------------- */
+/* ---- reducing into several places ------------------------------------------------------------------------------------------------ */
 
-/* Can this operation go from user memory to user memory? Decided from the posts alone, so alike on all ranks. */
-static bool all_mapped(const struct op *op) {
-  const struct kind_info *kind = &kinds[op->kind];
-  const bool pushes = op->kind == ALL_REDUCE || op->kind == REDUCE;
-  if (!op->comm->mappable) return false;
-  for (int rank = 0; rank < op->comm->nranks; rank++) {
-    const struct post *post = post_of(op->comm, rank, op->ticket);
-    const bool sends = !kind->from_root || rank == op->root, lands = !kind->to_root || rank == op->root;
-    if (sends && post->send_at == NOT_MAPPED) return false;
-    if (pushes && lands && post->recv_at == NOT_MAPPED) return false;
-    if (op->kind == ALL_TO_ALL && post->in_place) return false; /* pulled blocks would land on blocks not yet pulled */
-  }
-  return true;
+void copy_to(struct target target, const char *from, size_t bytes) {
+  if (target.far)
+    copy_streaming(target.to, from, bytes);
+  else
+    move(target.to, from, bytes);
 }
 
-static size_t slice_start(const struct op *op, size_t count, int rank) {
+void deliver(const struct op *op, const struct target *targets, int n, const char *const *sources, size_t bytes) {
+  _Alignas(64) char scratch[PIECE];
+  for (size_t at = 0; at < bytes; at += PIECE) {
+    const size_t length = bytes - at < PIECE ? bytes - at : PIECE;
+    const char *inputs[MAX_RANKS];
+    for (int rank = 0; rank < op->comm->nranks; rank++) inputs[rank] = sources[rank] + at;
+    char *result = targets[0].far ? scratch : targets[0].to + at;
+    reduce_from(op, result, inputs, length);
+    for (int i = targets[0].far ? 0 : 1; i < n; i++) copy_to((struct target){targets[i].to + at, targets[i].far}, result, length);
+  }
+}
+
+size_t slice_start(const struct op *op, size_t count, int rank) {
   const size_t grain = op->element < ALIGN_SLICE ? ALIGN_SLICE / op->element : 1;
   const size_t grains = (count + grain - 1) / grain;
   const size_t start = grains * (size_t)rank / (size_t)op->comm->nranks * grain;
   return start < count ? start : count;
-}
-
-/* Reduce my slice over everybody's input and push it to everybody's output (or the root's): the fewest bytes there can be. Nobody else
- * reads or writes my slice of any buffer, so this is safe in place. */
-static ncclResult_t push_slice(const struct op *op) {
-  const struct ncclComm *comm = op->comm;
-  const char *sources[MAX_RANKS];
-  char *targets[MAX_RANKS];
-  int ntargets = 0;
-  for (int rank = 0; rank < comm->nranks; rank++) {
-    const struct post *post = post_of(comm, rank, op->ticket);
-    char *heap = comm_peer_heap(op->comm, rank);
-    if (heap == NULL) return ncclSystemError;
-    sources[rank] = heap + post->send_at;
-    if (op->kind == ALL_REDUCE || rank == op->root) targets[ntargets++] = heap + post->recv_at;
-  }
-  const size_t end = slice_start(op, op->count, comm->rank + 1) * op->element;
-  for (size_t at = slice_start(op, op->count, comm->rank) * op->element; at < end; at += PUSH_BLOCK) {
-    const size_t length = end - at < PUSH_BLOCK ? end - at : PUSH_BLOCK;
-    const char *inputs[MAX_RANKS];
-    for (int rank = 0; rank < comm->nranks; rank++)
-      if (given_up_by(comm, rank)) return fail(op->comm, ncclRemoteError, "rank %d has given up while this rank wrote to its memory", rank);
-    for (int rank = 0; rank < comm->nranks; rank++) inputs[rank] = sources[rank] + at;
-    reduce_from(op, targets[0] + at, inputs, length);
-    for (int i = 1; i < ntargets; i++) move(targets[i] + at, targets[0] + at, length);
-  }
-  return ncclSuccess;
-}
-
-static ncclResult_t mapped_step(const struct op *op) {
-  if (op->step == 1) return ncclSuccess;
-  if (op->kind == ALL_REDUCE || op->kind == REDUCE) return push_slice(op);
-  const char *sources[MAX_RANKS] = {NULL};
-  for (int rank = 0; rank < op->comm->nranks; rank++) {
-    const struct post *post = post_of(op->comm, rank, op->ticket);
-    if (post->send_at == NOT_MAPPED) continue; /* not a contributor */
-    char *heap = comm_peer_heap(op->comm, rank);
-    if (heap == NULL) return ncclSystemError;
-    sources[rank] = heap + post->send_at;
-  }
-  take(op, sources, op->bytes, 0, op->bytes);
-  return ncclSuccess;
-}
-
-/* ---- staged ------------------------------------------------------------------------------------------------------------------ */
-
-enum stage { STAGE_IN, STAGE_MIDDLE, STAGE_OUT };
-
-static unsigned stages(const struct op *op) { return op->kind == ALL_REDUCE || op->kind == REDUCE ? 3 : 2; }
-
-static uint64_t chunks(const struct op *op) { return (op->count + op->chunk - 1) / op->chunk; }
-
-static void plan_staged(struct op *op) {
-  const size_t slot = op->comm->layout.chunk / (kinds[op->kind].blocks ? op->comm->nranks : 1);
-  op->chunk = slot / op->element;
-  op->steps = stages(op) * (chunks(op) + stages(op) - 1);
-}
-
-/* Which chunk and stage is step `step`? False when it falls before the first or behind the last chunk: nothing to do. */
-static bool staged_step(const struct op *op, uint64_t *chunk, enum stage *stage) {
-  const unsigned n = stages(op), t = op->step % n;
-  const uint64_t round = op->step / n;
-  *stage = t == 0 ? STAGE_IN : t == n - 1 ? STAGE_OUT : STAGE_MIDDLE;
-  *chunk = round - t;
-  return round >= t && *chunk < chunks(op);
-}
-
-static uint64_t step_of(const struct op *op, unsigned t, uint64_t chunk) { return stages(op) * (chunk + t) + t; }
-
-/* How many steps must the peers have completed before this rank may do its current step, and which peers (a rank, or -1 for all)? */
-static uint64_t staged_needs(const struct op *op, int *who) {
-  uint64_t chunk;
-  enum stage stage;
-  *who = NOBODY;
-  if (!staged_step(op, &chunk, &stage)) return 0;
-  if (stage == STAGE_IN) /* the slot must have been emptied by everybody */
-    return contributes(op) && chunk >= STAGE_SLOTS ? step_of(op, stages(op) - 1, chunk - STAGE_SLOTS) + 1 : 0;
-  if (stage == STAGE_OUT && !receives(op)) return 0;
-  if (kinds[op->kind].from_root) *who = op->root;
-  return step_of(op, (stage == STAGE_OUT ? stages(op) - 1 : 1) - 1, chunk) + 1;
-}
-
-static void staged_do(const struct op *op) {
-  const struct ncclComm *comm = op->comm;
-  uint64_t chunk;
-  enum stage stage;
-  if (!staged_step(op, &chunk, &stage)) return;
-  const size_t first = chunk * op->chunk, count = op->count - first < op->chunk ? op->count - first : op->chunk;
-  const size_t offset = first * op->element, length = count * op->element;
-  if (stage == STAGE_IN) {
-    expose(op, slot_of(comm, comm->rank, chunk), offset, length);
-    return;
-  }
-  const char *slots[MAX_RANKS];
-  for (int rank = 0; rank < comm->nranks; rank++) slots[rank] = slot_of(comm, rank, chunk);
-  if (stages(op) == 2) {
-    take(op, slots, length, offset, length);
-    return;
-  }
-  if (stage == STAGE_MIDDLE) { /* my slice of the chunk, over all, into my own slot: only I read that slice of any slot */
-    const size_t start = slice_start(op, count, comm->rank) * op->element, end = slice_start(op, count, comm->rank + 1) * op->element;
-    for (int rank = 0; rank < comm->nranks; rank++) slots[rank] += start;
-    reduce_from(op, (char *)slots[comm->rank], slots, end - start);
-    return;
-  }
-  if (!receives(op)) return;
-  for (int i = 0, rank = comm->rank; i < comm->nranks; i++, rank = rank + 1 == comm->nranks ? 0 : rank + 1) {
-    const size_t start = slice_start(op, count, rank) * op->element, end = slice_start(op, count, rank + 1) * op->element;
-    move((char *)op->recv + offset + start, slots[rank] + start, end - start);
-  }
 }
 
 /* ---- the machine --------------------------------------------------------------------------------------------------------------- */
@@ -338,9 +215,9 @@ static enum progress run_steps(struct op *op) {
   bool moved = false;
   while (op->step < op->steps) {
     int who = NOBODY;
-    const uint64_t needs = op->path == PATH_MAPPED ? op->step : staged_needs(op, &who);
+    const uint64_t needs = op->path != PATH_STAGED ? op->step : staged_needs(op, &who);
     if (needs > 0 && !peers_reached(op, comm->ticks + needs, who)) return moved ? MOVED : WAITING;
-    if (op->path == PATH_MAPPED) {
+    if (op->path != PATH_STAGED) {
       const ncclResult_t code = mapped_step(op);
       if (code != ncclSuccess) {
         comm_break(comm, code, "%s: %s", kinds[op->kind].name, thread_error());
@@ -350,10 +227,12 @@ static enum progress run_steps(struct op *op) {
       staged_do(op);
     }
     op->step++;
+    copy_fence();
     atomic_store_explicit(&lines_of(comm, comm->rank)->ticks, comm->ticks + op->step, memory_order_release);
     moved = true;
   }
   comm->ticks += op->steps;
+  if (op->path == PATH_STAGED) comm->chunks += staged_chunks(op);
   return op_finish(op, ncclSuccess);
 }
 
@@ -403,8 +282,8 @@ enum progress collective_progress(struct op *op) {
       one_shot(op);
       return op_finish(op, ncclSuccess);
     }
-    op->path = all_mapped(op) ? PATH_MAPPED : PATH_STAGED;
-    if (op->path == PATH_MAPPED)
+    op->path = mapped_path(op);
+    if (op->path != PATH_STAGED)
       op->steps = 2;
     else
       plan_staged(op);

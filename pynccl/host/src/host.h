@@ -9,12 +9,12 @@
  *   api.c        the 73 functions: check arguments, fill a struct op, submit
  *   group.c      submit, groups, streams: when and where operations run
  *   wait.c       the waiting loop: spin, yield, sleep; deadline, abort, dead peers
- *   collective.c the eight collectives: one table, three paths (one-shot, staged, mapped)
+ *   collective.c the eight collectives: one table, three paths (one-shot, and in mapped.c, staged.c)
  *   schedule.c   users' collectives
  *   p2p.c        send and receive      onesided.c  windows, put, signal, wait
  *   make.c       communicators: init, split, shrink, grow      comm.c  entering and leaving them, finalize, destroy, abort
  *   bootstrap.c  how ranks find each other (a socket all-gather)      segment.c  shared memory
- *   heap.c       ncclMemAlloc      stream.c  streams and events      reduce.c  arithmetic      error.c  words
+ *   heap.c       ncclMemAlloc      stream.c  streams and events      reduce.c  arithmetic      copy.c  copies past the caches      error.c  words
  */
 #ifndef PYNCCL_HOST_H
 #define PYNCCL_HOST_H
@@ -131,6 +131,7 @@ enum life { LIFE_NONE, LIFE_JOINED, LIFE_FINALIZED, LIFE_DESTROYED, LIFE_ABORTED
 struct rank_lines { /* what one rank alone writes */
   struct post posts[2];
   _Alignas(LINE) _Atomic uint64_t ticks; /* steps of collectives completed, ever */
+  _Atomic bool reads_slowly;             /* what others have in their caches: see collective.c */
   _Alignas(LINE) _Atomic int life;
   _Atomic int heap_fd;
   int segment_fd; /* this process's descriptor of the segment: peers try to open it to learn whether they may map our heap */
@@ -210,6 +211,7 @@ struct ncclComm { /* comes from a pool that is never freed: a stale handle is re
 
   _Atomic uint64_t issued, done; /* collectives: tickets given and served */
   uint64_t ticks;                /* steps of collectives completed, ever */
+  uint64_t chunks;               /* chunks of staged collectives, ever */
   struct flow {
     _Atomic uint64_t issued, done; /* messages: tickets given and served */
     uint64_t chunks;               /* chunks through the channel, ever */
@@ -275,7 +277,7 @@ char *comm_peer_heap(struct ncclComm *comm, int rank); /* maps it when first nee
 enum kind { ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST, ALL_GATHER, GATHER, SCATTER, ALL_TO_ALL, SCHEDULE, SEND, RECV, PUT, SIGNAL, WAIT_SIGNAL, KINDS };
 enum progress { WAITING, MOVED, DONE };
 enum phase { QUEUED, ANNOUNCED, RUNNING, COMPLETE };
-enum path { PATH_NONE, PATH_STAGED, PATH_MAPPED };
+enum path { PATH_NONE, PATH_STAGED, PATH_PUSH, PATH_PULL };
 
 struct op {
   enum kind kind;

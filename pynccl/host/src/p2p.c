@@ -51,8 +51,8 @@ static bool agree(struct op *op, const struct post *send, const struct post *rec
 }
 
 static void plan(struct op *op, const struct post *recv) {
-  op->path = recv->recv_at == NOT_MAPPED ? PATH_STAGED : PATH_MAPPED;
-  op->chunk = op->path == PATH_MAPPED ? op->bytes : op->comm->layout.p2p_chunk; /* bytes here */
+  op->path = recv->recv_at == NOT_MAPPED ? PATH_STAGED : PATH_PUSH;
+  op->chunk = op->path == PATH_PUSH ? op->bytes : op->comm->layout.p2p_chunk; /* bytes here */
   op->steps = op->bytes == 0 ? 0 : (op->bytes + op->chunk - 1) / op->chunk;
 }
 
