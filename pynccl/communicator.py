@@ -133,7 +133,7 @@ class Communicator(Objects, OneSided, Derivation):
         except BaseException:
             self.abort()
             raise
-        self._selection, self._quick = table, {}
+        self._selection, self._quick, self._moved = table, {}, {}
 
     @classmethod
     def init_all(

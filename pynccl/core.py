@@ -53,6 +53,10 @@ class Core:
     """Whether calls take arrays in GPU memory."""
     _place: Place
     """Rank, size and device together: what the checks of a call look at."""
+    _quick: Mapping[Any, Any]
+    """What the quick path of calls takes: operation and dtype; empty when it is closed."""
+    _moved: Mapping[Any, Any]
+    """The same by dtype alone, for calls that compute nothing."""
     _handle: int | None
     _ended: str | None
     _flushed: bool
@@ -230,6 +234,7 @@ class Core:
     def _end(self, ended: str) -> None:
         """From now on every use is an error that says ``ended``."""
         self._ended, self._handle = ended, None
+        self._quick, self._moved = {}, {}
         for owned in self._owned:
             owned._invalidate()  # it went with the communicator
         for prepared in list(self._prepared):
@@ -318,7 +323,7 @@ class Core:
         self._in_progress: list[Any] = []
         self._owned: dict[Any, None] = {}
         self._prepared: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._quick: Mapping[Any, Any] = {}
+        self._quick, self._moved = {}, {}
         self._algorithms: dict[str, Any] = {}
         self._selection: Any = None  # a pynccl.collectives.tune.Selection; never inherited
         self._token: Any = None
@@ -395,7 +400,6 @@ class Core:
             called = ctypes.c_char_p()
             self._settle(lib.pyncclCommName(handle, ctypes.byref(called)), "Communicator (pyncclCommName)")
             self._called = (called.value or b"").decode(errors="replace")
-        self._all_reduce = lib.ncclAllReduce
         self._opened()
 
     def _opened(self) -> None:
