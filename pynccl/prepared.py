@@ -54,7 +54,11 @@ class Prepared:
             last = ()
         types = made.argtypes[: len(arguments)]
         self._arguments = tuple(kind(value) for kind, value in zip(types, arguments, strict=True)) + last
-        self._function: Callable[..., int] = made
+        # They have the types of the parameters, so a function that does not ask for them again will do: that
+        # is 0.07 us of 0.44. (It releases the GIL as the other does; the library stays loaded with `comm`.)
+        self._function: Callable[..., int] = ctypes.CFUNCTYPE(ctypes.c_int)(
+            ctypes.cast(made, ctypes.c_void_p).value or 0
+        )
         self._comm: Core = comm
         self._name = f"{what.name} ({function})"
         self._queue, self._hold = queue, hold
