@@ -53,6 +53,10 @@ def _from_launchers() -> Iterator[Variable]:
 VARIABLES = (
     Variable("PYNCCL_LIBRARY", "nccl, host, or a library's path; unset: nccl if a GPU is usable, else host"),
     Variable("PYNCCL_TIMEOUT", "seconds a rank waits for the others in host memory; unset: 600"),
+    Variable(
+        "PYNCCL_STREAMING_BYTES",
+        "bytes in use beyond which results in host memory go past the caches; unset: their size",
+    ),
     Variable("PYNCCL_SECRET", "shared secret by which the ranks recognise each other at init", secret=True),
     Variable("PYNCCL_SECRET_FILE", "file (mode 0600) that holds the shared secret"),
     Variable("PYNCCL_INSECURE", "1: serve other machines even with no secret"),

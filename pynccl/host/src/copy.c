@@ -1,6 +1,7 @@
 /* Streaming copies, and when results are streamed. */
 #include "copy.h"
 
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -53,16 +54,19 @@ void copy_streaming(void *to, const void *from, size_t bytes) { memcpy(to, from,
 void copy_fence(void) {}
 #endif
 
-static size_t threshold = LAST_LEVEL_OTHERWISE;
+static _Atomic size_t threshold = LAST_LEVEL_OTHERWISE;
 
-__attribute__((constructor)) static void find_threshold(void) {
+bool read_streaming_setting(void) {
   const char *text = getenv("PYNCCL_STREAMING_BYTES");
-  char *end;
   const long cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
-  if (cache > 0) threshold = (size_t)cache;
-  if (text == NULL || text[0] < '0' || text[0] > '9') return;
-  const unsigned long long bytes = strtoull(text, &end, 10);
-  if (*end == 0) threshold = (size_t)bytes;
+  size_t bytes = cache > 0 ? (size_t)cache : LAST_LEVEL_OTHERWISE;
+  if (text != NULL && text[0] != 0) {
+    char *end;
+    bytes = (size_t)strtoull(text, &end, 10);
+    if (text[0] < '0' || text[0] > '9' || *end != 0) return false;
+  }
+  atomic_store_explicit(&threshold, bytes, memory_order_relaxed);
+  return true;
 }
 
-size_t streaming_threshold(void) { return threshold; }
+size_t streaming_threshold(void) { return atomic_load_explicit(&threshold, memory_order_relaxed); }

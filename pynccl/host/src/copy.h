@@ -8,14 +8,16 @@
 #ifndef PYNCCL_COPY_H
 #define PYNCCL_COPY_H
 
+#include <stdbool.h>
 #include <stddef.h>
 
 /* memcpy with streaming stores; where there are none, memcpy. A release store does not wait for them: copy_fence() first. */
 void copy_streaming(void *to, const void *from, size_t bytes);
 void copy_fence(void);
 
-/* Bytes that the ranks of one machine may touch in a call before results go past the caches: PYNCCL_STREAMING_BYTES, else the size of the
- * last-level cache. */
+/* Bytes that the ranks of one machine may touch in a call before results go past the caches: PYNCCL_STREAMING_BYTES (0: always, and whatever
+ * is handed to other cores, too), else the size of the last-level cache. */
 size_t streaming_threshold(void);
+bool read_streaming_setting(void); /* when a communicator is made; false: it is no number */
 
 #endif

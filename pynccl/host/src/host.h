@@ -41,7 +41,7 @@ const char *thread_error(void); /* this thread's last error text, "" when none *
 
 double now(void);                       /* monotonic seconds */
 double default_timeout(void);           /* this thread's pyncclSetTimeout(NULL, ...), else PYNCCL_TIMEOUT, else 600 */
-ncclResult_t check_timeout_setting(const char *call); /* ncclInvalidArgument when PYNCCL_TIMEOUT is no positive number */
+ncclResult_t check_settings(const char *call); /* ncclInvalidArgument when an environment variable says what it cannot mean */
 extern _Atomic unsigned fork_generation; /* counts forks: state made in another generation belongs to the parent */
 bool interrupted(void);                 /* asks the callback of pyncclSetInterruptCheck (call at most every 50 ms, never from workers) */
 

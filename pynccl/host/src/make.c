@@ -205,7 +205,7 @@ static struct job *new_job(const char *call, ncclResult_t (*run_it)(struct job *
     return NULL;
   }
   *out = NULL;
-  if ((*code = check_timeout_setting(call)) != ncclSuccess || (*code = read_config(given, &config, call)) != ncclSuccess) return NULL;
+  if ((*code = check_settings(call)) != ncclSuccess || (*code = read_config(given, &config, call)) != ncclSuccess) return NULL;
   job = calloc(1, sizeof *job);
   struct ncclComm *comm = job == NULL ? NULL : comm_new();
   if (comm == NULL) {

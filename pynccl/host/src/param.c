@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "copy.h"
 #include "host.h"
 
 static int64_t timeout_seconds(void) { return (int64_t)default_timeout(); }
@@ -10,6 +11,7 @@ static int64_t max_ranks(void) { return MAX_RANKS; }
 static int64_t one_shot_bytes(void) { return ONE_SHOT_BYTES; }
 static int64_t stage_slots(void) { return STAGE_SLOTS; }
 static int64_t message_slots(void) { return P2P_SLOTS; }
+static int64_t streaming_bytes(void) { return (int64_t)streaming_threshold(); }
 
 struct ncclParamHandle {
   const char *key;
@@ -22,6 +24,7 @@ static struct ncclParamHandle parameters[] = {
     {"PYNCCL_ONE_SHOT_BYTES", one_shot_bytes},
     {"PYNCCL_STAGE_SLOTS", stage_slots},
     {"PYNCCL_MESSAGE_SLOTS", message_slots},
+    {"PYNCCL_STREAMING_BYTES", streaming_bytes},
 };
 enum { PARAMETERS = sizeof parameters / sizeof *parameters };
 

@@ -393,6 +393,9 @@ ncclResult_t pyncclRunSchedule(const pyncclSchedule_t *schedule, const void *sen
   else if (schedule->nranks != comm->nranks || schedule->rank != comm->rank)
     code = fail(comm, ncclInvalidArgument, "pyncclRunSchedule: schedule \"%s\" is for rank %d of %d, and this is rank %d of %d", schedule->name,
                 schedule->rank, schedule->nranks, comm->rank, comm->nranks);
+  else if (schedule->parts < 1 || most < 1)
+    code = fail(comm, ncclInvalidArgument, "pyncclRunSchedule: schedule \"%s\" has %d parts of %zu blocks; both are at least 1", schedule->name,
+                schedule->parts, most);
   else if (count > SIZE_MAX / 4 / op.element / most)
     code = fail(comm, ncclInvalidArgument, "pyncclRunSchedule: count %zu overflows the address space", count);
   else if (count > 0 && ((send == NULL && has(schedule, comm->rank, IN)) || (recv == NULL && has(schedule, comm->rank, OUT))))

@@ -51,6 +51,7 @@ uint64_t staged_needs(const struct op *op, int *who) {
 static bool is_probe(const struct op *op, uint64_t chunk) { return (op->comm->chunks + chunk) % PROBE_EVERY == PROBE_EVERY - 1; }
 
 static bool somebody_reads_slowly(const struct ncclComm *comm) {
+  if (streaming_threshold() == 0) return true; /* as asked */
   for (int rank = 0; rank < comm->nranks; rank++)
     if (rank != comm->rank && atomic_load_explicit(&lines_of(comm, rank)->reads_slowly, memory_order_relaxed)) return true;
   return false;
@@ -104,7 +105,7 @@ void staged_do(const struct op *op) {
   if (!staged_step(op, &chunk, &stage)) return;
   const size_t first = chunk * op->chunk, count = op->count - first < op->chunk ? op->count - first : op->chunk;
   const size_t offset = first * op->element;
-  const bool probe = is_probe(op, chunk);
+  const bool probe = is_probe(op, chunk) && streaming_threshold() > 0;
   if (stage == STAGE_IN) {
     expose_chunk(op, slot_of(comm, comm->rank, chunk), !probe && somebody_reads_slowly(comm), offset, count);
     return;

@@ -11,6 +11,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "copy.h"
 #include "host.h"
 
 /* Why not a futex: a publisher would have to fence and look at a "sleeping" word of each peer after every store (20 ns and more on the
@@ -54,7 +55,10 @@ double default_timeout(void) {
   return seconds > 0 ? seconds : DEFAULT_TIMEOUT;
 }
 
-ncclResult_t check_timeout_setting(const char *call) {
+ncclResult_t check_settings(const char *call) {
+  if (!read_streaming_setting())
+    return fail(NULL, ncclInvalidArgument, "%s: PYNCCL_STREAMING_BYTES is \"%s\"; it must be a whole number of bytes, or unset", call,
+                getenv("PYNCCL_STREAMING_BYTES"));
   if (timeout_setting() >= 0) return ncclSuccess;
   return fail(NULL, ncclInvalidArgument, "%s: PYNCCL_TIMEOUT is \"%s\"; it must be a positive number of seconds, or unset", call,
               getenv("PYNCCL_TIMEOUT"));
