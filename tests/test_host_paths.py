@@ -36,13 +36,13 @@ def block(rank: int, index: int, count: int) -> np.ndarray:
 def expected(name: str, rank: int, size: int, root: int, count: int) -> np.ndarray:
     """What rank `rank` receives."""
     if name in ("all_reduce", "reduce"):
-        return np.sum([block(r, 0, count) for r in range(size)], axis=0, dtype=np.int32)
+        return np.stack([block(r, 0, count) for r in range(size)]).sum(axis=0, dtype=np.int32)
     if name == "broadcast":
         return block(root, 0, count)
     if name in ("all_gather", "gather"):
         return np.concatenate([block(r, 0, count) for r in range(size)])
     if name == "reduce_scatter":
-        return np.sum([block(r, rank, count) for r in range(size)], axis=0, dtype=np.int32)
+        return np.stack([block(r, rank, count) for r in range(size)]).sum(axis=0, dtype=np.int32)
     if name == "scatter":
         return block(root, rank, count)
     return np.concatenate([block(r, rank, count) for r in range(size)])
