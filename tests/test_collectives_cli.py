@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import pynccl
 from pynccl.collectives import IN, OUT, Builder, Schedule, generate, verify
 from pynccl.collectives.__main__ import main
 from pynccl.collectives.msccl import from_msccl
@@ -165,3 +166,40 @@ def test_it_runs_as_a_module() -> None:
 def test_the_module_s_proof_is_that_of_verify(capsys: pytest.CaptureFixture[str]) -> None:
     main(["show", "ring", "--ranks", "5"])
     assert capsys.readouterr().out.endswith(f"{verify(generate('ring', 5))}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["selftest", "--algorithms", "nosuch"], "no algorithm 'nosuch'; there are ring"),
+        (["selftest", "--algorithms", "bruck", "--collective", "reduce"], "reduce has no algorithm 'bruck'"),
+        (["selftest", "--dtypes", "foo"], "dtype='foo' is no dtype"),
+        (["selftest", "--counts", "1,x"], "'x' is no number"),
+        (["selftest", "--json", "/nodir/x"], "has no directory '/nodir'"),
+        (["tune", "--candidates", "nosuch"], "no algorithm 'nosuch'"),
+        (["tune", "--candidates", "tree"], "reduce_scatter has no algorithm tree"),
+        (["tune", "--collectives", "foo"], "no collective 'foo'"),
+        (["tune", "--repeats", "0"], "take a whole number, 1 or more"),
+        (["tune", "--sizes", "1X"], "'1X' is no size"),
+        (["tune", "--sizes", "2"], "take 4 or more"),
+        (["tune", "--out", "/nodir/x"], "has no directory '/nodir'"),
+        (["tune", "--out", "/"], "is a directory"),
+        (["verify", "ring", "--ranks", "3-1"], "'3-1' is empty; write 1-3"),
+        (["verify", "ring", "--ranks", "0-2"], "--ranks 0; take 1 or more"),
+        (["cost", "ring", "--itemsize", "0"], "elements of 0 bytes"),
+        (["show", "ring", "-p", "chanels=2"], "no parameter 'chanels'; it has channels (int, otherwise 1)"),
+        (["show", "ring", "-p", "channels=x"], "channels='x'; it has channels (int"),
+        (["show", "binomial", "-p", "k=1"], "it has no parameters"),
+        (["show", "hierarchical", "-p", "ranks_per_node=x"], "it has ranks_per_node (int | Sequence[int]"),
+        (["show", "ring", "--collective", "reduce", "-p", "root=1.5"], "root=1.5"),
+    ],
+)
+def test_nothing_is_started_with_a_wrong_argument(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pynccl, "init", lambda: pytest.fail("it was started"))
+    try:
+        status = main(arguments)
+    except SystemExit as error:
+        status = error.code  # type: ignore[assignment]
+    assert status == 2 and words in capsys.readouterr().err

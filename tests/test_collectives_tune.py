@@ -281,3 +281,16 @@ def test_the_command_writes_a_table_that_init_takes(tmp_path: Path, monkeypatch:
     with pynccl.init(selection=path) as comm:
         assert comm._selection == load(path)
         assert comm.all_reduce(np.ones(3))[0] == 1
+
+
+def test_the_command_reads_sizes_with_units_and_candidates_as_calls_write_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PYNCCL_LIBRARY", "host")
+    path = tmp_path / "selection.json"
+    assert (
+        main(["--out", str(path), "--sizes", "1K,4K", "--repeats", "1", "--candidates", "pynccl:ring"]) == 0
+    )
+    assert {(each.nbytes, each.candidate) for each in load(path).measured} == {
+        (size, name) for size in (1024, 4096) for name in ("library", "pynccl:ring")
+    }

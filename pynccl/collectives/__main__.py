@@ -23,6 +23,7 @@ from pynccl.collectives import report
 from pynccl.collectives.cost import cost
 from pynccl.collectives.diagram import diagram
 from pynccl.collectives.msccl import from_msccl, to_msccl
+from pynccl.collectives.options import at_least, numbers, output, param, sizes
 from pynccl.collectives.registry import ALGORITHMS, algorithms, generate
 from pynccl.collectives.schedule import COLLECTIVES, Schedule
 from pynccl.collectives.topology import Topology, parse
@@ -31,25 +32,24 @@ from pynccl.collectives.verify import SLOTS, Fault, verify
 
 __all__ = ["main"]
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _MOST_COLUMNS = 16  # ranks in a drawing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status: 0, 1 for a fault found, 2 for a wrong argument."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if arguments[:1] == ["selftest"]:  # these two run something, on ranks; their options are their own
-        return importlib.import_module("pynccl.collectives.execute").selftest(arguments[1:])
-    if arguments[:1] == ["tune"]:
-        return importlib.import_module("pynccl.collectives.tune").main(arguments[1:])
-    options = _parser().parse_args(arguments)
     try:
+        if arguments[:1] == ["selftest"]:  # these two run something, on ranks; their options are their own
+            return importlib.import_module("pynccl.collectives.execute").selftest(arguments[1:])
+        if arguments[:1] == ["tune"]:
+            return importlib.import_module("pynccl.collectives.tune").main(arguments[1:])
+        options = _parser().parse_args(arguments)
         return options.run(options)
     except Fault as fault:
         print(fault, file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
-        print(f"python -m pynccl.collectives {options.command}: {error}", file=sys.stderr)
+        print(f"python -m pynccl.collectives {arguments[0]}: {error}", file=sys.stderr)
         return 2
 
 
@@ -88,9 +88,9 @@ def _compare(options: argparse.Namespace) -> int:
     schedules = {name: generate(name, options.ranks, collective=collective) for name in names}
     topology: Topology = parse(options.topology, options.ranks)
 
-    def costs(sizes: Sequence[int]) -> dict[str, list[Any]]:
+    def costs(of: Sequence[int]) -> dict[str, list[Any]]:
         return {
-            name: [cost(schedule, size, topology, itemsize=options.itemsize) for size in sizes]
+            name: [cost(schedule, size, topology, itemsize=options.itemsize) for size in of]
             for name, schedule in schedules.items()
         }
 
@@ -100,8 +100,8 @@ def _compare(options: argparse.Namespace) -> int:
     else:
         print(report.comparison(found))
     if options.png:
-        sizes = [1 << bits for bits in range(10, 31)]
-        report.draw(costs(sizes), sizes, options.png)
+        drawn = [1 << bits for bits in range(10, 31)]
+        report.draw(costs(drawn), drawn, options.png)
         print(f"wrote {options.png}", file=sys.stderr)
     return 0
 
@@ -117,6 +117,8 @@ def _verify(options: argparse.Namespace) -> int:
         raise ValueError(
             f"no algorithm {', '.join(unknown) or 'named'}; take --all, a file, or some of {known}"
         )
+    if min(options.ranks) < 1:
+        raise ValueError(f"--ranks {min(options.ranks)}; take 1 or more")
     found = report.prove(chosen, options.ranks, [_read(name) for name in files], options.slots)
     print(found)
     if options.mutations:
@@ -155,23 +157,25 @@ def _parser() -> argparse.ArgumentParser:
     costs.set_defaults(run=_cost)
     _one_algorithm(costs)
     _sizes(costs)
-    costs.add_argument("--trace", help="write the timeline for Perfetto to this file")
+    costs.add_argument("--trace", type=output, help="write the timeline for Perfetto to this file")
     compare = commands.add_parser("compare", help="the costs of several algorithms side by side")
     compare.set_defaults(run=_compare)
     compare.add_argument("--algorithms", help="ring,tree,...; none: all of the collective")
     compare.add_argument("--ranks", type=int, default=8)
     compare.add_argument("--collective", default="all_reduce", choices=COLLECTIVES)
     _sizes(compare)
-    compare.add_argument("--png", help="draw the times over sizes from 1K to 1G into this file")
+    compare.add_argument("--png", type=output, help="draw the times over sizes from 1K to 1G into this file")
     prove = commands.add_parser("verify", help="prove algorithms for many numbers of ranks")
     prove.set_defaults(run=_verify)
     prove.add_argument("algorithm", nargs="*", help="names, or files of schedules")
     prove.add_argument("--all", action="store_true", help="every algorithm with all its variants and roots")
-    prove.add_argument("--ranks", type=_numbers, default=list(range(1, 9)), help="such as 8 or 1-33 or 2,4,8")
+    prove.add_argument("--ranks", type=numbers, default=list(range(1, 9)), help="such as 8 or 1-33 or 2,4,8")
     prove.add_argument("--collective", choices=COLLECTIVES)
-    prove.add_argument("--slots", type=_numbers, default=list(SLOTS), help="messages that a connection holds")
-    prove.add_argument("--json", help="write what was found to this file")
-    prove.add_argument("--mutations", type=int, default=0, help="test with this many wrong schedules, too")
+    prove.add_argument("--slots", type=numbers, default=list(SLOTS), help="messages that a connection holds")
+    prove.add_argument("--json", type=output, help="write what was found to this file")
+    prove.add_argument(
+        "--mutations", type=at_least(0), default=0, help="test with this many wrong schedules, too"
+    )
     prove.add_argument("--seed", type=int, default=0, help="of the choice of mutations")
     commands.add_parser(
         "selftest", help="run every algorithm against the library's own; start it with launch"
@@ -188,45 +192,14 @@ def _one_algorithm(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("algorithm", help="its name, or the file of a schedule (.json, .xml)")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--collective", default="all_reduce", choices=COLLECTIVES)
-    parser.add_argument("-p", "--param", type=_param, action="append", default=[], help="such as channels=2")
+    parser.add_argument("-p", "--param", type=param, action="append", default=[], help="such as channels=2")
 
 
 def _sizes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--bytes", type=_bytes, default=[1 << 20], help="such as 1M or 1K,1M,1G")
+    parser.add_argument("--bytes", type=sizes, default=[1 << 20], help="such as 1M or 1K,1M,1G")
     parser.add_argument("--itemsize", type=int, default=4, help="bytes of an element")
     parser.add_argument("--topology", default="flat", help="flat, nodes:8, rails:8, nodes:8,8,4")
     parser.add_argument("--json", action="store_true")
-
-
-def _bytes(text: str) -> list[int]:
-    sizes = []
-    for each in text.upper().split(","):
-        number = each.rstrip("KMGIB")
-        unit = each[len(number) :].replace("I", "").replace("B", "")
-        if not number.isdigit() or unit not in _UNITS:
-            raise argparse.ArgumentTypeError(f"{each!r} is no size; write 4096, 64K, 1M or 2G")
-        sizes.append(int(number) * _UNITS[unit])
-    return sizes
-
-
-def _numbers(text: str) -> list[int]:
-    numbers: list[int] = []
-    for each in text.split(","):
-        first, _, last = each.partition("-")
-        if not first.isdigit() or not (last or first).isdigit():
-            raise argparse.ArgumentTypeError(f"{each!r} is no number or range; write 8, 1-33 or 2,4,8")
-        numbers += range(int(first), int(last or first) + 1)
-    return numbers
-
-
-def _param(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r}: write name=value")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
 
 
 if __name__ == "__main__":

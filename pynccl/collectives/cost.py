@@ -175,6 +175,8 @@ def timeline(
         raise ValueError(f"cost: a topology of {topology.n} ranks for a schedule of {schedule.n}")
     if nbytes < 0:
         raise ValueError(f"cost: {nbytes} bytes; take 0 or more")
+    if itemsize < 1:
+        raise ValueError(f"cost: elements of {itemsize} bytes (itemsize); take 1 or more")
     graph = flow(schedule)
     row_bytes = _row_bytes(schedule, nbytes, itemsize)
     link, takes = _messages(schedule, graph, topology, row_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -172,14 +173,47 @@ def algorithms(collective: str) -> tuple[str, ...]:
 
 
 def generate(name: str, n: int, *, collective: str = "all_reduce", **params: Any) -> Schedule:
-    """The schedule of algorithm `name` for `n` ranks; ValueError for an unknown name, root or number."""
+    """The schedule of algorithm `name` for `n` ranks, with `params` of its generator.
+
+    ValueError for an unknown name or parameter, a value that it does not take, and fewer ranks than one.
+    """
     known = algorithms(collective)
     if name not in known:
         raise ValueError(f"{collective} has no algorithm {name!r}; it has {', '.join(known)}")
     if n < 1:
         raise ValueError(f"{collective} {name}: {n} ranks; take 1 or more")
+    row = ALGORITHMS[collective, name]
+    _check_params(row, params)
     if not 0 <= params.get("root", 0) < n:
         raise ValueError(
             f"{collective} {name}: root {params['root']} is not one of {n} ranks; take 0 to {n - 1}"
         )
-    return ALGORITHMS[collective, name].generator(n, **params)
+    return row.generator(n, **params)
+
+
+def _check_params(row: Row, params: dict[str, Any]) -> None:
+    """ValueError unless the row's generator takes these parameters, as far as their types say."""
+    known = dict(list(inspect.signature(row.generator).parameters.items())[1:])
+    takes = ", ".join(f"{p.name} ({p.annotation}, otherwise {p.default})" for p in known.values())
+    for name, value in params.items():
+        if name not in known:
+            raise ValueError(
+                f"{row.collective} {row.name} has no parameter {name!r}; it has {takes or 'no parameters'}"
+            )
+        types = str(known[name].annotation).split(" | ")
+        if not any(_TYPES[each](value) for each in types):
+            raise ValueError(f"{row.collective} {row.name}: {name}={value!r}; it has {takes}")
+
+
+def _whole(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+# What the annotations of generators' parameters stand for.
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "int": _whole,
+    "None": lambda value: value is None,
+    "Sequence[int]": lambda value: (
+        hasattr(value, "__len__") and not isinstance(value, str) and all(map(_whole, value))
+    ),
+}

@@ -23,7 +23,8 @@ import pynccl
 from pynccl.arrays import numpy_dtype
 from pynccl.collectives.compiled import compile
 from pynccl.collectives.execute import run
-from pynccl.collectives.registry import ALGORITHMS, Row
+from pynccl.collectives.options import names_of, numbers, output
+from pynccl.collectives.registry import ALGORITHMS, Row, algorithms
 from pynccl.collectives.schedule import COLLECTIVES, Buffer, Schedule
 
 __all__ = ["Tally", "main", "test_schedule"]
@@ -47,15 +48,21 @@ def main(arguments: list[str]) -> int:
     rows = [
         row
         for row in ALGORITHMS.values()
-        if (not options.algorithms or row.name in options.algorithms.split(","))
+        if (options.algorithms is None or row.name in options.algorithms)
         and (not options.collective or row.collective == options.collective)
     ]
+    for name in options.algorithms or ():
+        if name not in {row.name for row in rows}:
+            raise ValueError(
+                f"selftest: {options.collective} has no algorithm {name!r}; it has "
+                f"{', '.join(algorithms(options.collective))}"
+            )
     comm = pynccl.init()
     begun, total, told = time.monotonic(), Tally(), []
     for row in rows:
         tally, since = Tally(), time.monotonic()
         for schedule in schedules(row, comm.size):
-            test_schedule(schedule, comm, tally, counts=options.counts, dtypes=options.dtypes.split(","))
+            test_schedule(schedule, comm, tally, counts=options.counts, dtypes=options.dtypes)
         wrong = comm.all_gather_object(tally.wrong)
         every = [f"rank {rank}: {what}" for rank, of in enumerate(wrong) for what in of]
         total.runs += tally.runs
@@ -194,15 +201,25 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pynccl.collectives selftest", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--algorithms", help="ring,tree,...; none: all")
+    parser.add_argument(
+        "--algorithms",
+        type=names_of((name for _, name in ALGORITHMS), "algorithm", prefix="pynccl:"),
+        help="ring,tree,...; none: all",
+    )
     parser.add_argument("--collective", choices=COLLECTIVES)
     parser.add_argument(
-        "--counts", type=_counts, default=COUNTS, help="elements of a block, such as 0,1,1000"
+        "--counts", type=numbers, default=COUNTS, help="elements of a block, such as 0,1,1000"
     )
-    parser.add_argument("--dtypes", default=",".join(DTYPES))
-    parser.add_argument("--json", help="write what was found to this file")
+    parser.add_argument("--dtypes", type=_dtypes, default=list(DTYPES), help="such as float32,bfloat16")
+    parser.add_argument("--json", type=output, help="write what was found to this file")
     return parser
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(int(each) for each in text.split(","))
+def _dtypes(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        try:
+            numpy_dtype("selftest", name)
+        except (TypeError, ValueError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+    return names

@@ -33,7 +33,10 @@ import numpy as np
 
 from pynccl.abi.errors import InvalidArgumentError, InvalidUsageError
 from pynccl.collectives.execute import run
-from pynccl.collectives.registry import algorithms, generate
+from pynccl.collectives.options import at_least, names_of, output
+from pynccl.collectives.options import sizes as read_sizes
+from pynccl.collectives.registry import ALGORITHMS, algorithms, generate
+from pynccl.collectives.schedule import COLLECTIVES
 
 __all__ = ["LIBRARY", "Measured", "Selection", "load", "main", "tune"]
 
@@ -176,23 +179,18 @@ def tune(
 ) -> Selection:
     """Measure the candidates on ``comm`` and return the table of the fastest, the same on every rank.
 
-    ``sizes`` are bytes (of float32, in place for all_reduce); ``candidates`` names of algorithms, None: all
-    of each collective. ``interpreted``: measure interpreted runs in host memory as well. Every rank calls it
-    with the same arguments, at a time when nothing else runs. The library's own is kept unless another takes
-    less than 95 % of its time.
+    ``sizes`` are bytes (of float32, in place for all_reduce); ``candidates`` names of algorithms, with or
+    without "pynccl:" before them, None: all of each collective. ``interpreted``: measure interpreted runs in
+    host memory as well. Every rank calls it with the same arguments, at a time when nothing else runs. The
+    library's own is kept unless another takes less than 95 % of its time.
     """
     sizes = sorted(set(sizes))
     if not sizes or sizes[0] < 4 or repeats < 1:
         raise InvalidArgumentError(
             f"tune: sizes={sizes!r}, repeats={repeats}; give sizes of 4 bytes and more, and 1 repeat or more"
         )
-    for collective in collectives:
-        unknown = set(candidates or ()) - set(algorithms(collective))
-        if unknown:
-            raise InvalidArgumentError(
-                f"tune: {collective} has no algorithm {', '.join(sorted(unknown))}; it has "
-                f"{', '.join(algorithms(collective))}"
-            )
+    candidates = None if candidates is None else [name.removeprefix("pynccl:") for name in candidates]
+    _check_candidates(collectives, candidates)
     measured: list[Measured] = []
     choices: dict[str, tuple[tuple[int, str], ...]] = {}
     for collective in collectives:
@@ -206,6 +204,17 @@ def tune(
         choices[collective] = tuple(zip(limits, rows, strict=True))
     hosts = comm.all_gather_object(platform.node())
     return Selection(comm.size, _topology(hosts), _library(comm), choices, tuple(measured))
+
+
+def _check_candidates(collectives: Sequence[str], candidates: Sequence[str] | None) -> None:
+    """InvalidArgumentError, a ValueError, unless each collective has all candidates."""
+    for collective in collectives:
+        unknown = set(candidates or ()) - set(algorithms(collective))
+        if unknown:
+            raise InvalidArgumentError(
+                f"tune: {collective} has no algorithm {', '.join(sorted(unknown))}; it has "
+                f"{', '.join(algorithms(collective))}"
+            )
 
 
 def _measure(
@@ -269,27 +278,37 @@ def _library(comm: Any) -> str:
     return f"{comm.library.kind} {comm.library.version_string}"
 
 
+def _measurable(text: str) -> list[int]:
+    found = read_sizes(text)
+    if min(found) < 4:
+        raise argparse.ArgumentTypeError(f"{min(found)} bytes hold no float32; take 4 or more")
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line, on each of the ranks that a launcher started."""
     parser = argparse.ArgumentParser(
         prog="python -m pynccl.launch -n N -m pynccl.collectives tune",
         description="Measure which algorithm is best for which size.",
     )
-    parser.add_argument("--out", help="rank 0 writes the table to this file")
-    parser.add_argument("--sizes", default=",".join(map(str, _SIZES)), help="bytes, as 1024,65536")
-    parser.add_argument("--collectives", default=",".join(_COLLECTIVES))
-    parser.add_argument("--candidates", help="ring,tree,...; none: all of each collective")
+    parser.add_argument("--out", type=output, help="rank 0 writes the table to this file")
+    parser.add_argument("--sizes", type=_measurable, default=list(_SIZES), help="bytes, such as 1K,64K,1M")
+    collectives = names_of(COLLECTIVES, "collective")
+    parser.add_argument("--collectives", type=collectives, default=list(_COLLECTIVES))
+    candidates = names_of((name for _, name in ALGORITHMS), "algorithm", prefix="pynccl:")
+    parser.add_argument("--candidates", type=candidates, help="ring,tree,...; none: all of each collective")
     parser.add_argument("--interpreted", action="store_true", help="measure interpreted runs, too")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=at_least(1), default=5)
     options = parser.parse_args(arguments)
+    _check_candidates(options.collectives, options.candidates)
     import pynccl
 
     with pynccl.init() as comm:
         table = tune(
             comm,
-            [int(size) for size in options.sizes.split(",")],
-            collectives=options.collectives.split(","),
-            candidates=options.candidates.split(",") if options.candidates else None,
+            options.sizes,
+            collectives=options.collectives,
+            candidates=options.candidates,
             interpreted=options.interpreted,
             repeats=options.repeats,
         )
