@@ -45,7 +45,7 @@ def test_a_ring_takes_the_time_of_the_textbook(n: int) -> None:
     found = cost(generate("ring", n), _SIZE, _flat(n))
     steps, share = 2 * (n - 1), _SIZE / n
     assert found.time == steps * (_LINK.alpha + share * _LINK.beta) + (n - 1) * share * _GAMMA
-    assert found.rounds == max(steps, 1) and found.messages == steps * n
+    assert found.rounds == steps and found.messages == steps * n
     assert found.sent.tolist() == found.received.tolist() == [steps * share] * n
     assert found.reduced.tolist() == [(n - 1) * share] * n
 
@@ -228,3 +228,37 @@ def test_a_logarithmic_algorithm_is_costed_for_65536_ranks() -> None:
     found = cost(_doubling(1 << 16), _SIZE, _flat(1 << 16))
     assert found.time == 16 * (_LINK.alpha + _SIZE * (_LINK.beta + _GAMMA))
     assert time.process_time() - began < 10
+
+
+def relay(n: int) -> Schedule:
+    """Ranks take turns: up to the last and back, two or three rounds for each of them."""
+    b = Builder("relay", "all_reduce", n)
+    b.copy(0, IN[0], OUT[0])
+    for r in range(1, n):
+        b.next_round()
+        b.move(r - 1, r, OUT[0], OUT[0], reduce=IN[0], left=True)
+    for r in reversed(range(1, n)):
+        b.next_round()
+        b.move(r, r - 1, OUT[0], OUT[0])
+    return b.build()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rounds"),
+    [
+        (relay(33), 64),
+        (relay(2), 2),
+        (relay(1), 0),
+        (generate("ring", 5), 8),
+        (generate("recursive_doubling", 16), 4),
+        (generate("direct", 7), 2),
+        (generate("ring", 6, collective="broadcast", chunks=4), 8),
+    ],
+    ids=str,
+)
+def test_rounds_are_those_that_wait_for_each_other(schedule: Schedule, rounds: int) -> None:
+    proof = verify(schedule)
+    assert proof.rounds == cost(schedule, 1 << 20).rounds == rounds
+    assert f" steps in {rounds} rounds" in str(proof)
+    only_latency = flat(schedule.n, Link("link", 1.0, 1e-30), gamma=0.0)
+    assert cost(schedule, 1 << 20, only_latency).time == rounds

@@ -88,7 +88,7 @@ def test_a_builder_sorts_by_round_and_keeps_the_order_within_one() -> None:
         (4, Span(Buffer.SCRATCH, 0)),
     ]
     assert built.scratch_chunks == 3
-    assert built.rounds == 2
+    assert built.most_rounds == 2
 
 
 def test_rounds_of_a_builder_begin_behind_all_so_far_and_skip_none() -> None:

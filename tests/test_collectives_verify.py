@@ -442,4 +442,4 @@ def test_choose_and_scratch_work_on_all_ranks_but_the_root() -> None:
         b.move(source, target, src, choose(target == root, OUT[0], SCRATCH[0]), reduce=IN[0])
         b.next_round()
     proof = verify(b.build())
-    assert proof.rounds == 2 and proof.in_place
+    assert proof.rounds == 3 and proof.in_place

@@ -211,7 +211,7 @@ class _Translation:
             scratch_chunks=schedule.scratch_chunks,
             sends_in=int((everything == Buffer.IN).any()),
             sends_out=int((everything == Buffer.OUT).any()),
-            most_rounds=schedule.rounds,
+            most_rounds=schedule.most_rounds,
             most_apart=_most_reduced(schedule),
             nrounds=len(self.rounds),
             nsends=len(self.sends),

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pynccl.collectives.flow import Flow, flow
+from pynccl.collectives.flow import Flow, flow, play
 from pynccl.collectives.schedule import Array, Kind, Schedule, chunk_bounds
 from pynccl.collectives.sorting import stable_order
 from pynccl.collectives.topology import Topology, flat
@@ -67,9 +67,10 @@ class Timeline:
 class Cost:
     """What a schedule of `bytes` costs on a topology. Bytes of ranks and links are of one call.
 
-    `bytes` is of the larger of IN and OUT, as in nccl-tests. `sent`, `received`, `reduced`, `traffic` (of
-    memory, read and written): for each rank. `links`: for each class its name, messages, bytes, and the most
-    bytes that any of its ports sends or receives. `path`: the critical path, from its beginning.
+    `bytes` is of the larger of IN and OUT, as in nccl-tests. `rounds`: the rounds with messages that wait for
+    each other, in the longest chain: how often alpha must be paid. `sent`, `received`, `reduced`, `traffic`
+    (of memory, read and written): for each rank. `links`: for each class its name, messages, bytes, and the
+    most bytes that any of its ports sends or receives. `path`: the critical path, from its beginning.
     """
 
     name: str
@@ -154,7 +155,7 @@ def cost(schedule: Schedule, nbytes: int, topology: Topology | None = None, *, i
         n=n,
         bytes=nbytes // (itemsize * blocks) * itemsize * blocks,
         topology=str(t.topology),
-        rounds=schedule.rounds,
+        rounds=t.graph.rounds,
         messages=len(t.graph.sends),
         time=float(t.end.max(initial=0.0)),
         sent=by_rank(kind == Kind.SEND),
@@ -184,7 +185,7 @@ def timeline(
     reduces = (kind == Kind.RECV_REDUCE) | (kind == Kind.REDUCE)
     local_rows = row_bytes * (reduces * topology.gamma + (kind == Kind.COPY) * topology.delta)
     local = np.bincount(graph.node, weights=local_rows, minlength=len(graph.node_rank))
-    begin, end = _play(graph, takes, local)
+    begin, end = play(graph, takes, local)
     sent = begin[graph.node[graph.sends]]
     return Timeline(schedule, graph, topology, row_bytes, begin, end, local, sent, takes, link)
 
@@ -222,40 +223,6 @@ def _messages(schedule: Schedule, graph: Flow, topology: Topology, row_bytes: Ar
 def _port_class(ports: Array) -> Array:
     """For each class the first whose ports it shares."""
     return np.array([next(j for j in range(len(ports)) if np.array_equal(ports[j], own)) for own in ports])
-
-
-def _play(graph: Flow, takes: Array, local: Array) -> tuple[Array, Array]:
-    """When each node begins and ends, one level after the other."""
-    count = len(graph.node_rank)
-    begin, end = np.zeros(count), np.zeros(count)
-    sender, receiver = graph.node[graph.sends], graph.node[graph.recvs]
-    sending = np.zeros(count)
-    np.maximum.at(sending, sender, takes)
-    follows = np.zeros(count, dtype=bool)
-    follows[1:] = graph.node_rank[1:] == graph.node_rank[:-1]
-    starting, finishing = _by_level(graph.start), _by_level(graph.finish)
-    arriving = _by_level(graph.finish[receiver])
-    for level in sorted(set(starting) | set(finishing)):
-        if level in starting:
-            now = starting[level]
-            begin[now] = np.where(follows[now], end[now - 1], 0.0)
-        if level in finishing:
-            now = finishing[level]
-            end[now] = begin[now] + sending[now]
-            if level in arriving:
-                some = arriving[level]
-                np.maximum.at(end, receiver[some], begin[sender[some]] + takes[some])
-            end[now] += local[now]
-    return begin, end
-
-
-def _by_level(level: Array) -> dict[int, Array]:
-    """The indices at which each level stands."""
-    if not len(level):
-        return {}
-    order = stable_order(level)
-    groups = np.split(order, np.flatnonzero(np.diff(level[order])) + 1)
-    return {int(level[group[0]]): group for group in groups}
 
 
 def _links(t: Timeline) -> tuple[dict[str, Any], ...]:

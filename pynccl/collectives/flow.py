@@ -9,6 +9,7 @@ values. All is NumPy over all ranks at once: a ring of 1024 ranks has 4 million 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from pynccl.collectives.fault import Fault
 from pynccl.collectives.schedule import Array, Kind, Schedule
 from pynccl.collectives.sorting import stable_order
 
-__all__ = ["Flow", "flow", "is_live", "match"]
+__all__ = ["Flow", "flow", "is_live", "match", "play"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,6 +38,12 @@ class Flow:
     start: Array
     finish: Array
     lockstep: bool
+
+    @functools.cached_property
+    def rounds(self) -> int:
+        """The most rounds with messages that wait for each other in a chain, through whichever ranks."""
+        _, end = play(self, np.ones(len(self.sends)), np.zeros(len(self.node_rank)))
+        return int(end.max(initial=0))
 
 
 def flow(schedule: Schedule) -> Flow:
@@ -87,6 +94,40 @@ def is_live(schedule: Schedule, graph: Flow, slots: int) -> None:
     edges = [(node[graph.sends], node[graph.recvs]), (node[holder], node[held])]
     kind = f"with {slots} slots a connection" if slots else "at rendezvous (no slots a connection)"
     _refuse_deadlock(schedule, node, graph.node_rank, _levels(graph.node_rank, edges), kind)
+
+
+def play(graph: Flow, takes: Array, local: Array) -> tuple[Array, Array]:
+    """When each node begins and ends if message m takes `takes[m]`, and a node `local[node]` after them."""
+    count = len(graph.node_rank)
+    begin, end = np.zeros(count), np.zeros(count)
+    sender, receiver = graph.node[graph.sends], graph.node[graph.recvs]
+    sending = np.zeros(count)
+    np.maximum.at(sending, sender, takes)
+    follows = np.zeros(count, dtype=bool)
+    follows[1:] = graph.node_rank[1:] == graph.node_rank[:-1]
+    starting, finishing = _by_level(graph.start), _by_level(graph.finish)
+    arriving = _by_level(graph.finish[receiver])
+    for level in sorted(set(starting) | set(finishing)):
+        if level in starting:
+            now = starting[level]
+            begin[now] = np.where(follows[now], end[now - 1], 0.0)
+        if level in finishing:
+            now = finishing[level]
+            end[now] = begin[now] + sending[now]
+            if level in arriving:
+                some = arriving[level]
+                np.maximum.at(end, receiver[some], begin[sender[some]] + takes[some])
+            end[now] += local[now]
+    return begin, end
+
+
+def _by_level(level: Array) -> dict[int, Array]:
+    """The indices at which each level stands."""
+    if not len(level):
+        return {}
+    order = stable_order(level)
+    groups = np.split(order, np.flatnonzero(np.diff(level[order])) + 1)
+    return {int(level[group[0]]): group for group in groups}
 
 
 def match(schedule: Schedule) -> tuple[Array, Array]:

@@ -236,8 +236,8 @@ class Schedule:
         return first, end
 
     @property
-    def rounds(self) -> int:
-        """Rounds of the rank that has most."""
+    def most_rounds(self) -> int:
+        """Rounds of the rank that has most; fewer than those that wait for each other if ranks take turns."""
         if not len(self.columns):
             return 0
         rounds = self.columns["round"]

@@ -33,6 +33,7 @@ class Proof:
     reduce each chunk in the same way up to swapping operands, so to the same bits. `rank_order`: it reduces
     ranks 0, 1, ... n-1 from left to right, so that reductions that do not commute are right, too. `in_place`:
     it is right also when IN and OUT overlap. `lockstep`: each message is sent and received in the same round.
+    `rounds`: how many rounds with messages wait for each other, in the longest chain.
     """
 
     schedule: Schedule
@@ -85,7 +86,7 @@ def verify(schedule: Schedule, *, slots: Iterable[int] = SLOTS) -> Proof:
         rank_order,
         in_place,
         graph.lockstep,
-        schedule.rounds,
+        graph.rounds,
         len(schedule),
     )
 
