@@ -71,7 +71,7 @@ def test_cost_prints_the_critical_path_and_writes_a_trace(
 def test_compare_marks_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "--algorithms", "ring", "--ranks", "64", "--bytes", "1K,1M"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 and all(line.endswith("*") for line in lines[2:])
+    assert len(lines) == 5 and all(line.endswith("*") for line in lines[2:4])
     assert lines[3].split()[:3] == ["ring", "1048576", "126"]
 
 
@@ -203,3 +203,33 @@ def test_nothing_is_started_with_a_wrong_argument(
     except SystemExit as error:
         status = error.code  # type: ignore[assignment]
     assert status == 2 and words in capsys.readouterr().err
+
+
+def test_compare_takes_files_of_schedules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine, other = tmp_path / "mine.json", tmp_path / "other.json"
+    mine.write_text(generate("ring", 3).to_json())
+    other.write_text(generate("ring", 3, collective="all_gather").to_json())
+    assert main(["compare", "--algorithms", f"{mine},direct"]) == 0
+    title, header, first, second, legend = capsys.readouterr().out.splitlines()
+    assert title.startswith("all_reduce, 3 ranks, flat") and header.split()[:3] == [
+        "algorithm",
+        "bytes",
+        "rounds",
+    ]
+    assert first.split()[:3] == [str(mine), "1048576", "4"] and second.split()[0] == "direct"
+    assert "bytes of the rank that has most" in legend and "*: fastest" in legend
+    assert main(["compare", "--algorithms", f"{mine},direct", "--ranks", "5"]) == 2
+    assert "is a schedule of 3 ranks, not of 5" in capsys.readouterr().err
+    assert main(["compare", "--algorithms", f"{mine},{other}"]) == 2
+    assert "other.json is all_gather of 3 ranks, compared is all_reduce of 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["show", "cost"])
+def test_a_file_s_ranks_are_its_own(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ring.json"
+    file.write_text(generate("ring", 3).to_json())
+    assert main([command, str(file)]) == main([command, str(file), "--ranks", "3"]) == 0
+    assert main([command, str(file), "--ranks", "9"]) == 2
+    assert "is a schedule of 3 ranks, not of 9; leave out --ranks" in capsys.readouterr().err
+    assert main([command, str(file), "-p", "channels=2"]) == 2
+    assert "a file has no parameters" in capsys.readouterr().err

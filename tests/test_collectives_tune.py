@@ -81,7 +81,7 @@ def test_tune_gives_every_rank_the_same_table_of_what_was_measured(n: int):
             (size, candidate) for size in (64, 4096) for candidate in candidates
         ]
         assert all(each.seconds > 0 for each in mine)
-        assert collective in text
+        assert f"{collective}, bytes:" in text and "microseconds" in text and "*: chosen" in text
     assert Selection.from_json(first.to_json()) == first
 
 

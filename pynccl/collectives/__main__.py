@@ -32,6 +32,7 @@ from pynccl.collectives.verify import SLOTS, Fault, verify
 
 __all__ = ["main"]
 
+_RANKS, _COMPARED_RANKS = 4, 8  # where none are given
 _MOST_COLUMNS = 16  # ranks in a drawing
 
 
@@ -85,8 +86,19 @@ def _cost(options: argparse.Namespace) -> int:
 def _compare(options: argparse.Namespace) -> int:
     collective = options.collective
     names = options.algorithms.split(",") if options.algorithms else list(algorithms(collective))
-    schedules = {name: generate(name, options.ranks, collective=collective) for name in names}
-    topology: Topology = parse(options.topology, options.ranks)
+    files = {name: _read(name, options.ranks) for name in names if Path(name).suffix in _READERS}
+    n = next(
+        (schedule.n for schedule in files.values()),
+        _COMPARED_RANKS if options.ranks is None else options.ranks,
+    )
+    schedules = {name: files.get(name) or generate(name, n, collective=collective) for name in names}
+    for name, schedule in schedules.items():
+        if (schedule.n, schedule.collective) != (n, collective):
+            raise ValueError(
+                f"{name} is {schedule.collective} of {schedule.n} ranks, compared is {collective} of {n}; "
+                "take schedules of one collective and one number of ranks"
+            )
+    topology: Topology = parse(options.topology, n)
 
     def costs(of: Sequence[int]) -> dict[str, list[Any]]:
         return {
@@ -131,16 +143,27 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _load(options: argparse.Namespace) -> Schedule:
     if Path(options.algorithm).suffix in _READERS:
-        return _read(options.algorithm)
+        if options.param:
+            raise ValueError(f"{options.algorithm}: a file has no parameters; leave out -p")
+        return _read(options.algorithm, options.ranks)
     params = dict(options.param)
-    return generate(options.algorithm, options.ranks, collective=options.collective, **params)
+    return generate(
+        options.algorithm,
+        _RANKS if options.ranks is None else options.ranks,
+        collective=options.collective,
+        **params,
+    )
 
 
 _READERS = {".json": Schedule.from_json, ".xml": from_msccl}
 
 
-def _read(path: str) -> Schedule:
-    return _READERS[Path(path).suffix](Path(path).read_text())
+def _read(path: str, ranks: int | None = None) -> Schedule:
+    """The schedule of a file; ValueError unless it is of so many ranks (None: any number)."""
+    schedule = _READERS[Path(path).suffix](Path(path).read_text())
+    if ranks not in (None, schedule.n):
+        raise ValueError(f"{path} is a schedule of {schedule.n} ranks, not of {ranks}; leave out --ranks")
+    return schedule
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -160,8 +183,8 @@ def _parser() -> argparse.ArgumentParser:
     costs.add_argument("--trace", type=output, help="write the timeline for Perfetto to this file")
     compare = commands.add_parser("compare", help="the costs of several algorithms side by side")
     compare.set_defaults(run=_compare)
-    compare.add_argument("--algorithms", help="ring,tree,...; none: all of the collective")
-    compare.add_argument("--ranks", type=int, default=8)
+    compare.add_argument("--algorithms", help="ring,mine.json,...; none: all of the collective")
+    compare.add_argument("--ranks", type=at_least(1), help=f"{_COMPARED_RANKS} if not given, or a file's")
     compare.add_argument("--collective", default="all_reduce", choices=COLLECTIVES)
     _sizes(compare)
     compare.add_argument("--png", type=output, help="draw the times over sizes from 1K to 1G into this file")
@@ -190,7 +213,7 @@ def _first_line() -> str:
 
 def _one_algorithm(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("algorithm", help="its name, or the file of a schedule (.json, .xml)")
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ranks", type=int, help=f"{_RANKS} if not given, or a file's")
     parser.add_argument("--collective", default="all_reduce", choices=COLLECTIVES)
     parser.add_argument("-p", "--param", type=param, action="append", default=[], help="such as channels=2")
 

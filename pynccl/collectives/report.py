@@ -79,22 +79,26 @@ def schedules_of(row: Row, ranks: Iterable[int]) -> Iterator[Schedule]:
 
 
 def comparison(costs: dict[str, list[Cost]]) -> str:
-    """A table: a line for each algorithm and size, the fastest of each size marked."""
-    rows = [row for of_name in costs.values() for row in of_name]
+    """A table: a line for each algorithm (key of `costs`) and size, the fastest of each size marked."""
+    named = [(name, row) for name, of_name in costs.items() for row in of_name]
+    rows = [row for _, row in named]
     best = {size: min(row.time for row in rows if row.bytes == size) for size in {row.bytes for row in rows}}
     width = max(map(len, costs))
     lines = [
-        str(rows[0].topology),
+        f"{rows[0].collective}, {rows[0].n} ranks, {rows[0].topology}",
         f"{'algorithm':{max(width, 9)}} {'bytes':>12} {'rounds':>7} {'sent':>12} {'traffic':>12} "
         f"{'time us':>12} {'busbw GB/s':>10}",
     ]
-    for row in rows:
+    for name, row in named:
         mark = "  *" if row.time == best[row.bytes] else ""
         lines.append(
-            f"{row.name:{max(width, 9)}} {row.bytes:>12} {row.rounds:>7} {int(row.sent.max()):>12} "
+            f"{name:{max(width, 9)}} {row.bytes:>12} {row.rounds:>7} {int(row.sent.max()):>12} "
             f"{int(row.traffic.max()):>12} {row.time * 1e6:>12.2f} {row.busbw / 1e9:>10.2f}{mark}"
         )
-    return "\n".join(lines)
+    legend = (
+        "bytes: of the longer array; sent, traffic (of memory): bytes of the rank that has most; *: fastest"
+    )
+    return "\n".join([*lines, legend])
 
 
 def draw(costs: dict[str, list[Cost]], sizes: Sequence[int], path: str) -> None:

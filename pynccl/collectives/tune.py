@@ -141,12 +141,15 @@ class Selection:
 
     def __str__(self) -> str:
         """What was measured, in microseconds, with the choices marked."""
-        lines = [f"{self.size} ranks on {self.topology}, {self.library}"]
+        lines = [
+            f"{self.size} ranks, hosts {self.topology}, {self.library}; microseconds, median of the slowest "
+            "rank's times; *: chosen"
+        ]
         for collective in self.choices:
             mine = [each for each in self.measured if each.collective == collective]
             sizes = sorted({each.nbytes for each in mine})
             times = {(each.candidate, each.nbytes): each.seconds for each in mine}
-            lines.append(f"{collective:28}" + "".join(f"{size:>12}" for size in sizes))
+            lines.append(f"{collective + ', bytes:':28}" + "".join(f"{size:>12}" for size in sizes))
             chosen = {size: self.choose(collective, size) or LIBRARY for size in sizes}
             for candidate in dict.fromkeys(each.candidate for each in mine):
                 cells = (
