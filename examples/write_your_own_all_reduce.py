@@ -3,6 +3,8 @@
 python -m pynccl.launch -n 3 examples/write_your_own_all_reduce.py
 """
 
+import tempfile
+
 import numpy as np
 
 import pynccl
@@ -26,9 +28,11 @@ def relay(n: int) -> Schedule:
 with pynccl.init() as comm:
     mine = relay(comm.size)
     if comm.rank == 0:
+        if comm.size == 1:
+            print("alone; for more ranks: python -m pynccl.launch -n 3", __file__)
         print(verify(mine))
         print(comparison({s.name: [cost(s, 1 << 20)] for s in (mine, generate("ring", comm.size))}))
-        print("timeline for https://ui.perfetto.dev:", write_trace("relay.json", mine, 1 << 20))
+        print("for ui.perfetto.dev:", write_trace(f"{tempfile.mkdtemp()}/relay.json", mine, 1 << 20))
     x = np.full(4, comm.rank + 1.0)
     comm.all_reduce(x, algorithm=mine)
     y = comm.all_reduce(np.full(4, float(comm.rank)), op=np.logaddexp, algorithm=mine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -362,12 +363,24 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 def test_the_example_runs_on_three_ranks(repo: Path, tmp_path: Path) -> None:
     example = repo / "examples" / "write_your_own_all_reduce.py"
     assert len(example.read_text().splitlines()) < 40
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    environment = {**os.environ, "TMPDIR": str(there), "PYTHONPATH": str(repo)}
     command = [sys.executable, "-m", "pynccl.launch", "-n", "3", str(example)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "proved, 9 steps" in done.stdout and "busbw" in done.stdout
+    assert (
+        "proved, 9 steps in 4 rounds" in done.stdout and "alone" not in done.stdout and "busbw" in done.stdout
+    )
     assert done.stdout.count("sum [6. 6. 6. 6.]") == 3
-    assert (tmp_path / "relay.json").stat().st_size > 100
+    (trace,) = there.glob("*/relay.json")
+    assert str(trace) in done.stdout and trace.stat().st_size > 100 and not list(here.iterdir())
+    done = subprocess.run(
+        command[:1] + command[-1:], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"python -m pynccl.launch -n 3 {example}" in done.stdout
 
 
 def test_the_benchmark_compares_and_checks_every_way(repo: Path, tmp_path: Path) -> None:
