@@ -15,8 +15,6 @@ from bench import report
 from bench.parse import Record, Run
 from bench.report_page import ratios
 
-pytest.importorskip("matplotlib")
-
 TEXT = """\
 # Collective test starting: all_reduce_perf
 # nThread 1 nGpus 2 minBytes 8 maxBytes 64 step: 8(factor) warmup iters: 1 iters: 20 agg iters: 1 validation: 1
