@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -351,3 +352,36 @@ def test_the_example_prints_and_writes_what_it_found(
     printed = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in printed[2:]] == list(CODECS)
     assert list(json.loads((tmp_path / "out.json").read_text())) == list(CODECS)
+
+
+@pytest.mark.parametrize("queued", [False, True], ids=["now", "on a stream"])
+@pytest.mark.parametrize("when", ["encode", "decode"])
+def test_a_codec_that_raises_on_one_rank_ends_the_communicator(when: str, queued: bool) -> None:
+    def rank(comm: Any) -> None:
+        class Picky(Integers):
+            def encode(self, rows: Any) -> Any:
+                if when == "encode" and comm.rank == 1:
+                    raise FloatingPointError("not these numbers")
+                return super().encode(rows)
+
+            def decode(self, packed: Any, m: int) -> Any:
+                if when == "decode" and comm.rank == 1:
+                    raise FloatingPointError("not these numbers")
+                return super().decode(packed, m)
+
+        compressor = Compressor(comm, Picky(8))
+        stream = pynccl.Stream(comm.library) if queued else None
+        error = FloatingPointError if comm.rank == 1 else pynccl.RemoteError
+        # On a stream, messages that were queued may have come to the others, so that it is no error yet.
+        late = queued and comm.rank != 1
+        words = "not these numbers" if comm.rank == 1 else "rank 1 has"
+        with contextlib.suppress(pynccl.RemoteError) if late else pytest.raises(error, match=words):
+            compressor.all_reduce(np.ones(12, "f4"), stream=stream)
+            if stream is not None:
+                stream.synchronize()
+        with pytest.raises(pynccl.NcclError, match="revoked" if comm.rank == 1 else "rank 1 has"):
+            comm.all_reduce(np.ones(2))
+        if stream is not None:
+            stream.close()
+
+    run_ranks(3, rank, library="host", timeout=30)

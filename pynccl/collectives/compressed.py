@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pynccl.abi.errors import InvalidArgumentError, InvalidUsageError
+from pynccl.collectives.failing import Queued, ends_on_failure
 from pynccl.streams import gpu_stream, host_stream
 from pynccl.threadstate import current
 
@@ -194,7 +195,8 @@ class Compressor:
 
     ``stream`` is as for the communicator's own calls: on a host stream, formats are computed in the stream's
     thread; on a GPU all of it is queued. Without one a call returns when it is done. Not in a group. What one
-    compressor does belongs on one stream.
+    compressor does belongs on one stream. A codec that raises ends the communicator, as an ``op`` of `run`
+    does.
     """
 
     def __init__(self, comm: Any, codec: Codec, *, feedback: bool = True) -> None:
@@ -340,13 +342,21 @@ class Compressor:
         """(then, place) of a call on a stream; on a GPU the stream is CuPy's current one meanwhile."""
         if isinstance(x, np.ndarray):
             queue = host_stream(f"{call} (compressed)", self.comm.library, stream)
-            # 0: in this thread, whatever stream is current.
-            yield (_now, {"stream": 0}) if queue is None else (queue.call, {"stream": queue})
+            name = f"{call} (compressed)"
+            with ends_on_failure(self.comm, name):
+                if queue is None:
+                    yield _now, {"stream": 0}  # in this thread, whatever stream is current
+                else:
+                    queued = Queued(self.comm, name, queue)
+                    with queued:
+                        yield queued, {"stream": queue}
         elif stream is None:
-            yield _now, {}
+            with ends_on_failure(self.comm, f"{call} (compressed)"):
+                yield _now, {}
         else:
             cupy = importlib.import_module("cupy")
-            with cupy.cuda.ExternalStream(gpu_stream(f"{call} (compressed)", stream)):
+            place = cupy.cuda.ExternalStream(gpu_stream(f"{call} (compressed)", stream))
+            with place, ends_on_failure(self.comm, f"{call} (compressed)"):
                 yield _now, {}
 
     def _check(self, call: str, x: Array, op: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pynccl.abi.errors import InvalidArgumentError
 from pynccl.collectives.compiled import FUNCTION, Compiled, compile
-from pynccl.collectives.execute import Call, check_call, execute, reduction_of
+from pynccl.collectives.execute import Call, check_call, execute, reduced_elements, reduction_of
 from pynccl.collectives.registry import generate
 from pynccl.collectives.schedule import COLLECTIVES, Schedule
 
@@ -43,7 +43,9 @@ class PreparedRun:
     """A checked call of a schedule that is interpreted: call it to run it. Keeps its arrays alive."""
 
     def __init__(self, call: Call, comm: Any, stream: Any) -> None:
-        reduction_of(call, comm)  # what does not fit is an error now
+        reduction = reduction_of(call, comm)  # what does not fit is an error now
+        if reduction is not None and reduction.is_function and call.planned.elements:
+            reduction.try_on(reduced_elements(call, comm))
         # The stream is fixed here, as `prepare` says: later the current one may be another.
         queue, handle, _ = comm._where(call.name, stream, call.planned)
         self._call, self._comm = call, comm
@@ -52,7 +54,7 @@ class PreparedRun:
 
     def __call__(self) -> Any:
         """Run the collective; returns its result (the same array each time)."""
-        return execute(self._call, self._comm, self._stream)
+        return execute(self._call, self._comm, self._stream, tried=True)
 
     def __repr__(self) -> str:
         return f"<Prepared {self._call.name} on {self._comm!r}>"

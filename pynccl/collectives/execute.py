@@ -25,6 +25,7 @@ from pynccl import gpu
 from pynccl.abi.errors import InvalidArgumentError, InvalidUsageError
 from pynccl.arrays import Buffer as Memory
 from pynccl.arrays import numpy_dtype
+from pynccl.collectives.failing import Queued, ends_on_failure
 from pynccl.collectives.flow import flow
 from pynccl.collectives.rounds import Round, rounds
 from pynccl.collectives.schedule import COLLECTIVES, Buffer, Kind, Schedule
@@ -62,15 +63,18 @@ def run(
     anything is sent, for a schedule of another number of ranks and for what the arrays or the operation do
     not fit.
 
-    On a host stream the reductions happen in the stream's thread, so what a function raises there is raised
-    by ``synchronize``, as with ``Stream.call``. The messages behind it go all the same, so no rank waits for
-    ever, but what this rank sent from there on, and so every rank's result, is void: end the communicators.
+    A function ``op`` is first tried on zeros of the length that it will get. Whatever is raised there or
+    later in the run, Ctrl-C too, ends the communicator: in host memory it is revoked, so the other ranks get
+    RemoteError, which names this one, in this call or the next; elsewhere it is aborted on this rank. On a
+    host stream the reductions happen in the stream's thread, and what a function raises there is raised by
+    ``synchronize``, as with ``Stream.call``. Messages queued behind it still go, so this call's result may be
+    void on the other ranks, which then get RemoteError in the next.
     """
     return execute(check_call(schedule, comm, x, out, op, unchecked=unchecked), comm, stream)
 
 
-def execute(call: Call, comm: Any, stream: Any) -> Any:
-    """Run what was checked; returns the collective's result."""
+def execute(call: Call, comm: Any, stream: Any, *, tried: bool = False) -> Any:
+    """Run what was checked; returns the collective's result. ``tried``: a function ``op`` has been."""
     comm._check_open(call.name)
     if current.group is not None:
         raise InvalidUsageError(
@@ -84,8 +88,12 @@ def execute(call: Call, comm: Any, stream: Any) -> Any:
         if comm.on_gpu:
             stack.enter_context(gpu.on_device(comm.device))
             stack.enter_context(_module("cupy").cuda.ExternalStream(handle or 0))
-        run_rounds = _Run(call, comm, queue, queue if queue is not None else handle)
-        run_rounds()
+        reduction = reduction_of(call, comm)
+        with ends_on_failure(comm, call.name):
+            run_rounds = _Run(call, comm, reduction, queue, queue if queue is not None else handle)
+            if reduction is not None and reduction.is_function and not tried:
+                reduction.try_on(reduced_elements(call, comm))
+            run_rounds()
     if hold:
         gpu_flight.hold(handle or 0, call.planned.buffers)
     if queue is not None:
@@ -167,10 +175,22 @@ def _overlap(planned: Plan) -> bool:
 
 
 def reduction_of(call: Call, comm: Any) -> Reduction | None:
-    """The reduction of a call, tried on its dtype: see `Reduction` for what is raised. None: it has none."""
+    """The reduction of a call, as `Reduction` checks it. None: it has none."""
     if call.op is None:
         return None
     return Reduction(call.name, call.op, _dtype_of(call.memory), _module("cupy") if comm.on_gpu else np)
+
+
+def reduced_elements(call: Call, comm: Any) -> int:
+    """The most elements that one reduction of this rank has; a block, if it reduces nothing."""
+    schedule = call.schedule
+    lengths = [
+        schedule.bounds(dst[1] + chunks - 1, call.count)[1] - schedule.bounds(dst[1], call.count)[0]
+        for one in rounds(schedule, comm.rank)
+        for kind, _, _, dst, chunks, _ in one.local
+        if kind != Kind.COPY
+    ]
+    return max(lengths, default=0) or call.count
 
 
 def check_proof(schedule: Schedule, *, unchecked: bool = False) -> None:
@@ -197,6 +217,7 @@ class Reduction:
     """``op`` on arrays of a dtype and module: ``reduction(a, b, out)``, and ``finish(x, n)`` at the end.
 
     InvalidArgumentError or TypeError, from the constructor, for an operation that cannot work on the dtype.
+    A function of Python's (``is_function``) may fail on one rank alone, so `try_on` is left to the caller.
     """
 
     def __init__(self, call: str, op: Any, dtype: Any, arrays: Any) -> None:
@@ -211,7 +232,12 @@ class Reduction:
             )
         self._arrays, self._dtype, self._function, self._call = arrays, dtype, function, call
         self._into = self._how(function)
-        self._try(op)
+        self.is_function = self._into == self._copying
+        self._op = op
+        if isinstance(function, np.ufunc) and (function.nin, function.nout) != (2, 1):
+            raise TypeError(f"{call}: op={op!r} must have two inputs and one output")
+        if not self.is_function:
+            self.try_on(1)
 
     def __call__(self, a: Any, b: Any, out: Any) -> None:
         """out = a op b; ``out`` may be a or b."""
@@ -248,20 +274,18 @@ class Reduction:
             )
         out[...] = result
 
-    def _try(self, op: Any) -> None:
-        """One element through it: a type that does not fit is an error now, and not on the way."""
-        one = self._arrays.zeros(1, self._dtype)
-        if isinstance(self._function, np.ufunc) and (self._function.nin, self._function.nout) != (2, 1):
-            raise TypeError(f"{self._call}: op={op!r} must have two inputs and one output")
+    def try_on(self, elements: int) -> None:
+        """Zeros through it: a type or shape that does not fit is an error now, and not on the way."""
+        zeros = self._arrays.zeros(elements, self._dtype)
         try:
             with np.errstate(all="ignore"):
-                self._into(one, one.copy(), self._arrays.empty_like(one))
+                self._into(zeros, zeros.copy(), self._arrays.empty_like(zeros))
         except InvalidArgumentError:
             raise
         except Exception as error:
             raise InvalidArgumentError(
-                f"{self._call}: op={op!r} does not work on {self._dtype} ({error}); pass another op, or "
-                "cast x"
+                f"{self._call}: op={self._op!r} does not work on {self._dtype} ({error}); pass another op, "
+                "or cast x"
             ) from error
 
 
@@ -271,12 +295,13 @@ class Reduction:
 class _Run:
     """One execution: the three buffers as flat arrays, and the rounds one after the other."""
 
-    def __init__(self, call: Call, comm: Any, queue: Any, stream: Any) -> None:
+    def __init__(self, call: Call, comm: Any, reduction: Reduction | None, queue: Any, stream: Any) -> None:
         schedule, memory = call.schedule, call.memory
         self._call, self._comm, self._queue, self._stream = call, comm, queue, stream
         self._arrays = _module("cupy") if comm.on_gpu else np
         self._dtype = _dtype_of(memory)
-        self._reduction = reduction_of(call, comm)
+        self._reduction = reduction
+        self._queued = None if queue is None else Queued(comm, call.name, queue)
         self._taken: list[Any] = []
         count, blocks = call.count, (schedule.in_blocks, schedule.out_blocks)
         scratch = -(-schedule.scratch_chunks // schedule.parts) * count
@@ -289,11 +314,19 @@ class _Run:
     def __call__(self) -> None:
         if self._call.factor is not None:
             self._multiply()
-        for one in rounds(self._call.schedule, self._comm.rank):
-            landed = self._exchange(one)
-            if one.local:
-                self._then(one, landed)
+        with contextlib.nullcontext() if self._queued is None else self._queued:
+            for one in rounds(self._call.schedule, self._comm.rank):
+                landed = self._exchange(one)
+                if one.local:
+                    self._then(one, landed)
         self._last()
+
+    def _do(self, work: Callable[[], None]) -> None:
+        """Now, or behind what is on the host stream."""
+        if self._queued is None:
+            work()
+        else:
+            self._queued(work)
 
     def _multiply(self) -> None:
         """IN becomes memory of the run's own, with what the factor makes of the caller's."""
@@ -304,10 +337,7 @@ class _Run:
         def work() -> None:
             self._arrays.multiply(given, self._arrays.asarray(self._call.factor).reshape(1), out=scaled)
 
-        if self._queue is None:
-            work()
-        else:
-            self._queue.call(work)
+        self._do(work)
 
     def _exchange(self, one: Round) -> list[Any]:
         """Send and receive; where each received message lies. A message of no elements is not sent."""
@@ -348,10 +378,7 @@ class _Run:
                 if buffer < 0:
                     self._give(x)
 
-        if self._queue is None:
-            work()
-        else:
-            self._queue.call(work)
+        self._do(work)
 
     def _last(self) -> None:
         def end() -> None:
@@ -362,10 +389,7 @@ class _Run:
             if self._call.factor is not None:
                 self._give(self._buffers[Buffer.IN])
 
-        if self._queue is None:
-            end()
-        else:
-            self._queue.call(end)
+        self._do(end)
 
     def _size(self, chunk: int, chunks: int) -> int:
         first, end = self._bounds(chunk, chunks)

@@ -1,0 +1,90 @@
+"""What a rank does when its part of a run fails midway: the communicator ends, so that nobody goes on wrong.
+
+A run is many messages, and none says to which call it belongs. A rank that leaves one early and makes its
+next call would pair those messages with what the others still wait for in this one. So an exception inside
+ends the communicator. Knows no schedules and no arrays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pynccl.abi.errors import NcclError, RemoteError
+
+__all__ = ["Queued", "ends_on_failure"]
+
+_SECONDS = 1e-3  # of the wait for this rank's own work; a stream's thread would wait for itself
+
+
+@contextlib.contextmanager
+def ends_on_failure(comm: Any, call: str) -> Iterator[None]:
+    """Whatever is raised inside, Ctrl-C too, ends ``comm`` for all ranks, and is raised.
+
+    In host memory the communicator is revoked, which the others see at once: RemoteError, with this rank's
+    number. With another library it is aborted, which frees this rank alone.
+    """
+    try:
+        yield
+    except BaseException as error:
+        _end(comm)
+        if isinstance(error, RemoteError):
+            error.args = (
+                f"{error.args[0]}; {call} ends with its communicator on every rank: an operation or codec "
+                "that raised on one of them is a usual reason, and that rank's own error says so",
+                *error.args[1:],
+            )
+        elif hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(
+                f"{call}: rank {comm.rank} could not go on, so the communicator is ended for all ranks; "
+                "make a new one"
+            )
+        raise
+
+
+class Queued:
+    """Functions of a run on a host stream. After one that fails, the others are not called any more.
+
+    ``with queued:`` is around what makes the run's calls. Once a function has failed, the communicator
+    refuses them, which is no news: ``synchronize`` raises what the function raised.
+    """
+
+    def __init__(self, comm: Any, call: str, stream: Any) -> None:
+        self._comm, self._call, self._stream = comm, call, stream
+        self._failed = False
+
+    def __call__(self, fn: Callable[[], None]) -> None:
+        """Queue ``fn()``."""
+
+        def work() -> None:
+            if self._failed:
+                return
+            with ends_on_failure(self._comm, self._call):
+                try:
+                    fn()
+                except BaseException:
+                    self._failed = True  # before the communicator begins to refuse
+                    raise
+
+        self._stream.call(work)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        return self._failed and isinstance(error, NcclError)
+
+
+def _end(comm: Any) -> None:
+    library, handle = comm.library, comm._handle
+    if handle is None:  # ended meanwhile, by another thread
+        return
+    if library.kind != "host":
+        comm.abort()
+        return
+    # The state is set before the wait, whose outcome changes nothing; what is being raised says more than it.
+    library.pyncclSetTimeout(handle, _SECONDS)
+    library.ncclCommRevoke(handle, 0)
+    library.pyncclSetTimeout(handle, comm._timeout or 0.0)
+    comm._flushed = True
