@@ -1,4 +1,4 @@
-"""One reader of nccl-tests' output, NVIDIA's or ours: its text and its JSON become the same frozen records.
+"""One reader of nccl-tests' output, NVIDIA's or ours: text, JSON and our CSV become the same frozen records.
 
 `read` takes a path or the text itself. This file knows the formats and nothing of how they are made; it runs
 nothing, and what it cannot use it says in `Run.notes` instead of dropping it.
@@ -10,6 +10,7 @@ nothing, and what it cannot use it says in `Run.notes` instead of dropping it.
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import re
@@ -78,7 +79,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Run:
-    """One program's output. `ranks` is 0 if it does not tell; `notes` are sentences for the reader."""
+    """One program's output. `ranks` is 0 and `when` empty if it does not tell.
+
+    `notes` are sentences for the reader; `errors` those of them that say that something failed.
+    """
 
     program: str = ""
     ranks: int = 0
@@ -89,11 +93,13 @@ class Run:
     average_busbw: float | None = None
     out_of_bounds: int | None = None
     settings: Mapping[str, str] = field(default_factory=dict)  # of the "# nThread .." line, by its own words
+    errors: tuple[str, ...] = ()
+    when: str = ""  # it began, by the clock of its machine
 
     @property
     def good(self) -> bool:
-        """Checked to the end, and nothing was wrong."""
-        return self.out_of_bounds == 0 and not any(row.wrong for row in self.rows)
+        """Checked to the end, and nothing was wrong or failed."""
+        return self.out_of_bounds == 0 and not self.errors and not any(row.wrong for row in self.rows)
 
 
 def read(source: str | Path) -> Run:
@@ -117,6 +123,8 @@ def read_all(source: str | Path) -> tuple[Run, ...]:
     name = _name(source)
     if text.lstrip().startswith("{"):
         return (_from_json(text, name),)
+    if text.startswith(_CSV_BEGINS):
+        return tuple(_from_csv(text, name))
     runs = tuple(_TextReader().read(text))
     if not runs:
         raise ParseError(
@@ -150,10 +158,10 @@ _STARTING = re.compile(r"# Collective test starting: (\S+)")
 _CONCLUDED = re.compile(r"# Collective test concluded: (\S+)")
 _SETTINGS = re.compile(r"# nThread\s+(\d+)")
 _HEADER = re.compile(r"#\s+size\s+count\s+")
-_WORRYING = re.compile(
-    r"# error: (.+)|# Reducing maxBytes.*|# Leaving out .*|nRanks .*skipping"
-    r"|.*Test (?:(?:NCCL|CUDA) )?failure.*"
-)
+_WORRYING = re.compile(r"# Reducing maxBytes.*|# Leaving out .*|nRanks .*skipping")
+_FAILED = re.compile(r"# error: .+|.*Test (?:(?:NCCL|CUDA) )?failure.*")
+_UNFINISHED = "the run did not end: its last lines are missing"
+_TOO_SLOW = "the average bus bandwidth, {} GB/s, is below the NCCL_TESTS_MIN_BW of the run"
 
 
 class _TextReader:
@@ -167,6 +175,7 @@ class _TextReader:
         self.rows: list[Record] = []
         self.devices: list[Device] = []
         self.notes: list[str] = []
+        self.errors: list[str] = []
         self.header = _DEFAULT_HEADER
         self.in_table = self.any = self.ended = False
 
@@ -183,7 +192,7 @@ class _TextReader:
 
     def _finish(self) -> Run:
         if not self.ended:
-            self.notes.append("the run did not end: its last lines are missing")
+            self._error(_UNFINISHED)
         ranks = max((one.rank + 1 for one in self.devices), default=0)
         if not ranks and "nThread" in self.run.settings:
             self.notes.append("no device is listed, so the number of ranks is not known")
@@ -193,13 +202,20 @@ class _TextReader:
             devices=tuple(self.devices),
             rows=tuple(self.rows),
             notes=tuple(self.notes),
+            errors=tuple(self.errors),
         )
+
+    def _error(self, sentence: str) -> None:
+        self.notes.append(sentence)
+        self.errors.append(sentence)
 
     def _line(self, line: str) -> None:
         if not line.startswith("#"):
             if _ROW.match(line):
                 self.any = True
                 self._row(line)
+            elif _FAILED.match(line):
+                self._error(line.strip())
             elif _WORRYING.match(line):
                 self.notes.append(line.strip())
         elif match := _VERSION.match(line):
@@ -217,8 +233,12 @@ class _TextReader:
         elif match := re.match(r"# Out of bounds values\s*: (\d+)", line):
             self.ended = True
             self._set(out_of_bounds=int(match[1]))
-        elif match := re.match(r"# Avg bus bandwidth\s*: (\S+)", line):
+        elif match := re.match(r"# Avg bus bandwidth\s*: (\S+)( FAILED)?", line):
             self._set(average_busbw=_float(match[1]))
+            if match[2]:
+                self._error(_TOO_SLOW.format(match[1]))
+        elif _FAILED.match(line):
+            self._error(line.lstrip("# "))
         elif _WORRYING.match(line):
             self.notes.append(line.lstrip("# "))
 
@@ -240,7 +260,7 @@ class _TextReader:
                 self.rows.append(_text_record(first, bool(in_place), cells))
             except (KeyError, ValueError):
                 place = "in-place" if in_place else "out-of-place"
-                self.notes.append(f"size {words[0]}: no {place} result in the line {line.strip()!r}")
+                self._error(f"size {words[0]}: no {place} result in the line {line.strip()!r}")
 
 
 def _split_at(names: Sequence[str], first: str) -> list[list[str]]:
@@ -283,6 +303,8 @@ def _library(code: int) -> str:
 
 # ---- JSON
 
+_STATISTICS = ("min_us", "max_us", "p99_us", "cv_pct", "avg_us", "p50_us", "p95_us", "stdev_us")
+
 
 def _from_json(text: str, name: str) -> Run:
     try:
@@ -294,14 +316,25 @@ def _from_json(text: str, name: str) -> Run:
     version = document.get("version")
     if not isinstance(version, int) or "nccl_version" not in document:
         raise ParseError(f"{name}: no JSON of nccl-tests: its -J files have 'version' and 'nccl_version'")
+    try:
+        return _json_run(document)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ParseError(f"{name}: a part of it is not as nccl-tests writes it ({error!r})") from error
+
+
+def _json_run(document: Mapping[str, Any]) -> Run:
+    version = document["version"]
     notes = (
         [f"version {version} of the JSON format, newer than {NEWEST_JSON}"] if version > NEWEST_JSON else []
     )
     notes += [str(note) for note in document.get("pynccl", {}).get("notes", ())]
-    notes += [str(error) for error in document.get("errors", ()) if error]
+    errors = [str(error) for error in document.get("errors", ()) if error]
     config, outcome = document.get("config", {}), document.get("out_of_bounds", {})
     if "out_of_bounds" not in document:
-        notes.append("the run did not end: its last lines are missing")
+        errors.append(_UNFINISHED)
+    average = document.get("average_bus_bandwidth", {})
+    if average.get("okay") == "false":
+        errors.append(_TOO_SLOW.format(average["bandwidth"]))
     devices = tuple(
         Device(
             rank=one["rank"],
@@ -314,17 +347,19 @@ def _from_json(text: str, name: str) -> Run:
         )
         for one in config.get("devices", ())
     )
-    average = document.get("average_bus_bandwidth", {}).get("bandwidth")
+    busbw = average.get("bandwidth")
     return Run(
         program=Path(next(iter(document.get("args", ())), "")).name,
         ranks=_ranks(devices, config.get("nthreads", 1) * config.get("ngpus", 1)),
         library=_json_library(document),
         devices=devices,
         rows=tuple(_json_records(document.get("results") or ())),
-        notes=tuple(notes),
-        average_busbw=None if average is None else _float(average),
+        notes=(*notes, *errors),
+        average_busbw=None if busbw is None else _float(busbw),
         out_of_bounds=outcome.get("count"),
         settings={key: str(value) for key, value in config.items() if key != "devices"},
+        errors=tuple(errors),
+        when=str(document.get("start_time", "")),
     )
 
 
@@ -366,11 +401,57 @@ def _json_records(results: Sequence[Mapping[str, Any]]) -> Iterator[Record]:
 
 
 def _json_iterations(stats: Mapping[str, Any]) -> Iterations:
-    names = ("min_us", "max_us", "p99_us", "cv_pct", "avg_us", "p50_us", "p95_us", "stdev_us")
     return Iterations(
-        **{name: _float(stats[name]) for name in names},
+        **{name: _float(stats[name]) for name in _STATISTICS},
         skipped=stats.get("skipped_iterations", 0),
         times_us=tuple(_float(one) for one in stats["times_us"]),
+    )
+
+
+# ---- CSV
+
+_CSV_BEGINS = "collective,library,ranks,"
+_CSV_RUN = ("collective", "library", "ranks", "buffers", "hot", "aggregated")  # equal within a run
+
+
+def _from_csv(text: str, name: str) -> Iterator[Run]:
+    """Files laid one behind the other are read, too: a second heading is not a row."""
+    runs: dict[tuple[str, ...], list[Record]] = {}
+    for number, row in enumerate(csv.DictReader(text.splitlines()), 2):
+        if row["collective"] == "collective":
+            continue
+        try:
+            runs.setdefault(tuple(row[key] for key in _CSV_RUN), []).append(_csv_record(row))
+        except (KeyError, ValueError, TypeError) as error:
+            raise ParseError(f"{name}, line {number}: not a row of our --csv ({error!r})") from None
+    for key, rows in runs.items():
+        about = dict(zip(_CSV_RUN, key, strict=True))
+        yield Run(
+            program=f"{about.pop('collective')}_perf",
+            library={"host": "pynccl host library", "nccl": "NCCL"}.get(about["library"], about["library"]),
+            ranks=int(about["ranks"]),
+            rows=tuple(rows),
+            notes=("a CSV does not tell whether the run came to its end, nor on what machine it was",),
+            settings={key: about[key] for key in ("buffers", "hot", "aggregated")},
+        )
+
+
+def _csv_record(row: Mapping[str, str]) -> Record:
+    statistics: dict[str, Any] = (
+        {name: _float(row[name]) for name in _STATISTICS} if row.get("min_us") else {}
+    )
+    return Record(
+        size=int(row["size"]),
+        count=int(row["count"]),
+        type=row["type"],
+        redop=row["redop"],
+        root=int(row["root"]),
+        in_place=row["placement"] == "in_place",
+        time_us=_float(row["time_us"]),
+        algbw=_float(row["alg_bw"]),
+        busbw=_float(row["bus_bw"]),
+        wrong=int(row["wrong"]) if row["wrong"] else None,
+        iterations=Iterations(**statistics) if statistics else None,
     )
 
 

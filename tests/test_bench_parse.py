@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,11 +160,15 @@ def test_what_went_wrong_is_in_the_notes():
     text += (
         "node-1: Test NCCL failure common.cu:401 'remote process exited'\n# error: the other end has gone\n"
     )
-    notes = read(text).notes
-    assert notes == (
-        "node-1: Test NCCL failure common.cu:401 'remote process exited'",
-        "error: the other end has gone",
-        "the run did not end: its last lines are missing",
+    run = read(text)
+    assert (
+        run.errors
+        == run.notes
+        == (
+            "node-1: Test NCCL failure common.cu:401 'remote process exited'",
+            "error: the other end has gone",
+            "the run did not end: its last lines are missing",
+        )
     )
 
 
@@ -213,6 +218,7 @@ DOCUMENT: dict[str, Any] = {
 def test_json_of_nccl_tests():
     run = read(json.dumps(DOCUMENT))
     assert (run.program, run.ranks, run.library) == ("reduce_perf", 8, "NCCL 2.30.7")
+    assert run.when == "2026-01-02 03:04:05"
     out, in_place = run.rows
     assert (out.root, out.wrong, out.time_us, out.in_place) == (0, 0, 45.061, False)
     assert out.iterations is not None
@@ -234,7 +240,58 @@ def test_a_placement_that_was_not_run_is_no_record():
     ],
 )
 def test_what_a_document_says_besides_is_in_the_notes(change: dict[str, Any], note: str):
-    assert read(json.dumps({**DOCUMENT, **change})).notes == (note,)
+    run = read(json.dumps({**DOCUMENT, **change}))
+    assert run.notes == (note,)
+    assert run.errors == (() if "version" in change else run.notes) and run.good is not bool(run.errors)
+
+
+def test_a_bandwidth_below_what_was_asked_for_is_an_error():
+    slow = {"average_bus_bandwidth": {"bandwidth": 0.5, "okay": "false"}}
+    said = "the average bus bandwidth, 0.5 GB/s, is below the NCCL_TESTS_MIN_BW of the run"
+    assert read(json.dumps({**DOCUMENT, **slow})).errors == (said,)
+    assert read(REAL.read_text().replace("20.9533 ", "0.5 FAILED")).errors == (said,)
+
+
+def test_json_of_nccl_tests_with_a_part_missing_names_the_file_and_the_part(tmp_path: Path):
+    file = tmp_path / "cut.json"
+    file.write_text(json.dumps({**DOCUMENT, "results": [{"size": 8, "in_place": {}}]}))
+    with pytest.raises(ParseError, match="cut.json: a part of it is not as nccl-tests writes it .*'nwrong'"):
+        read(file)
+
+
+# ---- CSV
+
+
+@pytest.mark.parametrize("timed", ["", "-I 1"])
+def test_our_csv_gives_the_same_records_as_our_json(timed: str, tmp_path: Path):
+    table, file = tmp_path / "out.csv", tmp_path / "out.json"
+    stats = IterationStats((1e-6, 3e-6), 0, ((1e-6, 3e-6),)) if timed else None
+    sweep("all_reduce_perf", f"{timed} --csv {table} -J {file}", Measurement(2e-6, 1, 0.25, 0, stats),
+          Measurement(4e-6, 1, 0.125, None, stats))  # fmt: skip
+    run, same = read(table), read(file)
+    assert (run.program, run.ranks, run.library) == ("all_reduce_perf", 3, "pynccl host library")
+    assert run.settings == {"buffers": "mapped", "hot": "0", "aggregated": "1"}
+    without_times = [
+        replace(row, iterations=row.iterations and replace(row.iterations, times_us=())) for row in same.rows
+    ]
+    assert list(run.rows) == without_times and len(run.rows) == 2
+    assert run.errors == () and not run.good  # it does not tell
+
+
+def test_runs_of_several_csv_files_are_told_apart():
+    head = (
+        "collective,library,ranks,size,count,type,redop,root,placement,"
+        "buffers,hot,aggregated,time_us,alg_bw,bus_bw,wrong\n"
+    )
+    row = "all_gather,nccl,{},64,4,float,none,-1,in_place,mapped,0,1,2.5,0.5,0.25,\n"
+    runs = read_all(head + row.format(4) + head + row.format(8))
+    assert [(run.program, run.library, run.ranks) for run in runs] == [
+        ("all_gather_perf", "NCCL", 4),
+        ("all_gather_perf", "NCCL", 8),
+    ]
+    assert runs[0].rows == (Record(64, 4, "float", "none", -1, True, 2.5, 0.5, 0.25, None),)
+    with pytest.raises(ParseError, match="the text, line 2: not a row of our --csv"):
+        read_all(head + row.replace("2.5", "fast").format(4))
 
 
 @pytest.mark.parametrize(
