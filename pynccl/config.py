@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Mapping
 from typing import Any
 
-from .abi.errors import InvalidArgumentError, MissingFunctionError, check
+from .abi.errors import InvalidArgumentError, InvalidUsageError, MissingFunctionError, check
 from .abi.library import Library, load
 from .abi.types import ncclCollConfig_t, ncclConfig_t, ncclUniqueId
 
@@ -93,9 +93,18 @@ def is_blocking(config: ncclConfig_t | None) -> bool:
 
 
 def algorithm_config(call: str, library: Library, function: str, algorithm: str) -> ncclCollConfig_t:
-    """The per-call configuration that allows only ``algorithm`` ("ring", "tree,ring", "^nvls")."""
+    """The per-call configuration that allows only ``algorithm`` ("ring", "tree,ring", "^nvls").
+
+    These names are NCCL's, and mean something to NCCL alone. InvalidUsageError for the host library, which
+    picks its own paths by size and has no names for them: what it runs by name are the schedules of
+    `pynccl.collectives`, "pynccl:ring" and so on, and those never come here.
+    """
     if not isinstance(algorithm, str):
         raise TypeError(f"{call}: algorithm must be a string such as 'ring', not {type(algorithm).__name__}")
+    if not algorithm.strip():
+        raise InvalidArgumentError(
+            f"{call}: algorithm={algorithm!r} names none; leave algorithm=None, or give a name such as 'ring'"
+        )
     if not library.has(function):
         raise MissingFunctionError(
             f"{call}: algorithm={algorithm!r} needs {function}, which NCCL has since 2.31; the loaded "
@@ -103,4 +112,21 @@ def algorithm_config(call: str, library: Library, function: str, algorithm: str)
             f"{library.version_string} ({library.path}): use a newer one, or leave algorithm out",
             call=function,
         )
+    if library.kind == "host":
+        raise InvalidUsageError(
+            f'{call}: algorithm "{algorithm}" means nothing to the host library, whose own paths have no '
+            "names and are chosen by size (ring, tree, nvls and the like are NCCL's names); leave "
+            f"algorithm=None{_schedules(call, algorithm)}"
+        )
     return ncclCollConfig_t.initializer(algSelection=algorithm)
+
+
+def _schedules(call: str, algorithm: str) -> str:
+    """What may be passed instead on any library, the one of the same name first; nothing if there is none."""
+    from .collectives.registry import ALGORITHMS  # only those who are refused pay for it
+
+    names = [name for collective, name in ALGORITHMS if collective == call]
+    if not names:
+        return ""
+    names.sort(key=lambda name: name != algorithm.lower())
+    return f", or pass a schedule of pynccl.collectives: {', '.join(f'pynccl:{name}' for name in names)}"

@@ -121,7 +121,10 @@ def as_bytes(name: str, itemsize: int) -> ElementType:
 
 
 def operation_name(call: str, op: object) -> str:
-    """``op`` (a name, a ReduceOp, or the ABI's RedOp) as one of the five names; anything else is an error."""
+    """``op`` (a name, a ReduceOp, or the ABI's RedOp) as one of the five names; anything else is an error.
+
+    A function is an error too: the executors of schedules, which can call it, do not ask here.
+    """
     if isinstance(op, RedOp):
         op = op.name.lower()
     if isinstance(op, str):
@@ -130,6 +133,14 @@ def operation_name(call: str, op: object) -> str:
         meant = _OTHER_NAMES.get(op.lower())
         instead = repr(meant) if meant else f"one of {', '.join(_EVERY)}"
         raise InvalidArgumentError(f"{call}: op={str(op)!r} is not a reduction; use {instead}")
+    if callable(op):
+        name = str(getattr(op, "__name__", None) or getattr(op, "name", op))
+        meant = _OTHER_NAMES.get(name.lower())
+        raise TypeError(
+            f"{call}: op={name} is a function, which no library calls by itself: give algorithm= too, a "
+            "schedule or 'pynccl:ring' and the like; pynccl.collectives.all_reduce and reduce_scatter take "
+            f"one that fits{f'; or use op={meant!r}' if meant else ''}"
+        )
     raise TypeError(
         f"{call}: op must be a name such as 'sum', a pynccl.ReduceOp or comm.premul_sum(...), not "
         f"{type(op).__name__}"

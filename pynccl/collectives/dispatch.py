@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from pynccl.abi.enums import RedOp
 from pynccl.abi.errors import InvalidArgumentError
 from pynccl.collectives.compiled import FUNCTION, Compiled, compile
 from pynccl.collectives.execute import Call, check_call, execute, reduced_elements, reduction_of
 from pynccl.collectives.registry import generate
 from pynccl.collectives.schedule import COLLECTIVES, Schedule
+from pynccl.elements import operation_name
+from pynccl.operations import check_rank
 
 __all__ = ["PreparedRun", "prepare_algorithm", "run_algorithm"]
 
@@ -23,6 +26,7 @@ def run_algorithm(
     comm: Any, call: str, x: Any, out: Any, op: Any, root: int | None, stream: Any, algorithm: Any
 ) -> Any:
     """``comm``'s method ``call`` by a schedule. Raises what `run` and `compile` do."""
+    op = operation_name(call, op) if isinstance(op, RedOp) else op
     found = _executor(comm, call, op, root, algorithm)
     if isinstance(found, Compiled):
         return found(x, out, op, stream=stream, root=root)
@@ -33,6 +37,7 @@ def prepare_algorithm(
     comm: Any, call: str, x: Any, out: Any, op: Any, root: int | None, stream: Any, algorithm: Any
 ) -> Any:
     """The same, checked now and run when the result is called: a `pynccl.prepared.Prepared` or the like."""
+    op = operation_name(call, op) if isinstance(op, RedOp) else op
     found = _executor(comm, call, op, root, algorithm)
     if isinstance(found, Compiled):
         return found.prepare(x, out, op, stream=stream, root=root)
@@ -62,6 +67,8 @@ class PreparedRun:
 
 def _executor(comm: Any, call: str, op: Any, root: int | None, algorithm: Any) -> Compiled | Schedule:
     """What runs it: compiled, or a schedule to be interpreted."""
+    if root is not None:
+        root = check_rank(call, "root", root, comm.size)
     if isinstance(algorithm, Compiled):
         _check_collective(call, algorithm.schedule)
         return algorithm
@@ -92,7 +99,10 @@ def _named(call: str, algorithm: str, n: int, root: int | None) -> Schedule:
     key = (call, name, n, root)
     if key not in _generated:
         if call not in COLLECTIVES:
-            raise InvalidArgumentError(f"{call}: algorithm={algorithm!r}: there are no schedules of {call}")
+            raise InvalidArgumentError(
+                f"{call}: algorithm={algorithm!r}: there are no schedules of {call}, only of "
+                f"{', '.join(COLLECTIVES)}; leave algorithm=None"
+            )
         try:
             _generated[key] = generate(name, n, collective=call, **({} if root is None else {"root": root}))
         except ValueError as error:

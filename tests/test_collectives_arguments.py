@@ -1,0 +1,107 @@
+"""What ``algorithm=`` and ``op=`` may be on the host library, and the words for what they may not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pynccl
+from pynccl.abi.types import RedOp
+from pynccl.collectives import ADASUM
+from pynccl.operations import OPERATIONS
+from pynccl.testing import run_ranks
+
+# Of NCCL's, whole lists and exclusions of them.
+NCCL_NAMES = ["ring", "tree", "nvls", "collnet_direct", "pat", "tree,ring", "^nvls", "RING"]
+
+
+@pytest.fixture
+def alone() -> Iterator[pynccl.Communicator]:
+    """A communicator of one rank."""
+    with pynccl.Communicator(1, pynccl.get_unique_id("host"), 0, library="host") as comm:
+        yield comm
+
+
+def call(comm: Any, name: str, **arguments: Any) -> Any:
+    return getattr(comm, name)(np.ones(2, "f4"), **arguments)
+
+
+@pytest.mark.parametrize("algorithm", NCCL_NAMES)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_names_of_nccl_are_refused_and_the_schedules_of_the_collective_named(
+    alone: pynccl.Communicator, name: str, algorithm: str
+) -> None:
+    for attempt in (call, lambda comm, name, **how: comm.prepare(name, np.ones(2, "f4"), **how)):
+        with pytest.raises(pynccl.InvalidUsageError) as caught:
+            attempt(alone, name, algorithm=algorithm)
+        words = str(caught.value)
+        assert words.startswith(f'{name}: algorithm "{algorithm}" means nothing to the host library')
+        assert "leave algorithm=None" in words
+        assert ("pynccl:direct" in words) == (name not in ("gather", "scatter"))
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "RING"])
+def test_the_schedule_of_the_refused_name_comes_first(alone: pynccl.Communicator, algorithm: str) -> None:
+    with pytest.raises(pynccl.InvalidUsageError, match=f"collectives: pynccl:{algorithm.lower()}, pynccl:"):
+        alone.all_reduce(np.ones(2), algorithm=algorithm)
+    assert alone.all_reduce(np.ones(2), algorithm=f"pynccl:{algorithm.lower()}").tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("algorithm", ["", " "])
+def test_an_empty_algorithm_is_refused(alone: pynccl.Communicator, algorithm: str) -> None:
+    with pytest.raises(pynccl.InvalidArgumentError, match="all_reduce: algorithm=' ?' names none"):
+        alone.all_reduce(np.ones(2), algorithm=algorithm)
+
+
+@pytest.mark.parametrize("name", ["gather", "scatter"])
+def test_collectives_without_schedules_say_which_have_some(alone: pynccl.Communicator, name: str) -> None:
+    with pytest.raises(pynccl.InvalidArgumentError, match=f"no schedules of {name}, only of all_reduce, "):
+        call(alone, name, algorithm="pynccl:ring")
+
+
+@pytest.mark.parametrize("root", [[0], "0", 1.0, 3, -1])
+def test_a_root_is_checked_as_without_a_schedule(alone: pynccl.Communicator, root: Any) -> None:
+    messages = []
+    for algorithm in (None, "pynccl:ring"):
+        with pytest.raises((TypeError, pynccl.InvalidArgumentError), match="broadcast: root") as caught:
+            alone.broadcast(np.ones(2), root=root, algorithm=algorithm)
+        messages.append((caught.type, str(caught.value)))
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize(
+    ("op", "words"),
+    [
+        (np.logaddexp, "op=logaddexp is a function.*give algorithm= too, a schedule or 'pynccl:ring'"),
+        (np.add, "op=add is a function.*; or use op='sum'"),
+        (np.maximum, "op=maximum is a function.*; or use op='max'"),
+        (
+            ADASUM,
+            "op=adasum is a function.*pynccl.collectives.all_reduce and reduce_scatter take one that fits",
+        ),
+        (lambda a, b: a, "op=<lambda> is a function"),
+    ],
+)
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter", "reduce"])
+def test_a_function_without_a_schedule_is_refused_with_the_remedy(
+    alone: pynccl.Communicator, name: str, op: Any, words: str
+) -> None:
+    with pytest.raises(TypeError, match=f"{name}: {words}"):
+        call(alone, name, op=op)
+    with pytest.raises(TypeError, match=f"{name}: {words}"):
+        alone.prepare(name, np.ones(2, "f4"), op=op)
+    np.testing.assert_array_equal(alone.all_reduce(np.ones(2), op=np.logaddexp, algorithm="pynccl:ring"), 1)
+
+
+def test_the_abis_operations_are_taken_with_a_schedule_as_without() -> None:
+    def rank(comm: Any) -> None:
+        for algorithm in (None, "pynccl:ring"):
+            x = comm.all_reduce(np.full(3, comm.rank + 2.0), op=RedOp.PROD, algorithm=algorithm)
+            assert x.tolist() == [6] * 3
+        step = comm.prepare("all_reduce", np.full(3, comm.rank), op=RedOp.MAX, algorithm="pynccl:ring")
+        assert step().tolist() == [1] * 3
+
+    run_ranks(2, rank, processes=False, library="host", timeout=60)
