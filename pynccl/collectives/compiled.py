@@ -307,7 +307,7 @@ class _Translation:
                 number if last else 0,
                 *(buffer, chunk + at, src[0], src[1] + at, dst[0], dst[1] + at, length, fence),
             )
-            for at, length, last in self._pieces(row, chunk)
+            for at, length, last in self._pieces(row)
         ]
         receives.append((peer, number, pieces))
 
@@ -323,20 +323,15 @@ class _Translation:
                 *(int(reduces), int(row["left"]), -1, 0, 0),
                 *(other[0], other[1] + at, src[0], src[1] + at, dst[0], dst[1] + at, length, fence),
             )
-            for at, length, _ in self._pieces(row, None)
+            for at, length, _ in self._pieces(row)
         ]
 
-    def _pieces(self, row: Any, other: int | None) -> list[tuple[int, int, bool]]:
-        """(offset, chunks, is it the last) of a row's chunks block by block."""
+    def _pieces(self, row: Any) -> list[tuple[int, int, bool]]:
+        """(offset, chunks, is it the last) of a row's chunks block by block.
+
+        `flow` has made sure that blocks begin at the same chunks in all spans of a step and of its message.
+        """
         parts, chunks, start = self.schedule.parts, int(row["chunks"]), int(row["dst_chunk"])
-        starts = [start, other if other is not None else start]
-        if row["src_buffer"] >= 0:
-            starts.append(int(row["src_chunk"]))
-        if any((start - each) % parts for each in starts):
-            raise InvalidArgumentError(
-                f"compile({self.schedule.name!r}): a step pairs chunks of different sizes; use "
-                "pynccl.collectives.run"
-            )
         pieces, at = [], 0
         while at < chunks:
             length = min(chunks - at, parts - (start + at) % parts)

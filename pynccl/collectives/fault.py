@@ -35,11 +35,7 @@ class Fault(ValueError):
         place = schedule.columns[row]
         if chunk is None:
             chunk = int(place["dst_chunk"] if place["dst_buffer"] >= 0 else place["src_chunk"])
-        try:
-            step = str(schedule.step(rank, index))
-        except ValueError:  # a kind or buffer that does not exist
-            step = f"{place}"
-        return cls(_title(schedule), rank, index, chunk, f"{step}: {what}")
+        return cls(_title(schedule), rank, index, chunk, f"{schedule.step(rank, index)}: {what}")
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int, step: int, chunk: int, what: str) -> Fault:

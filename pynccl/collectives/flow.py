@@ -16,6 +16,7 @@ import numpy as np
 from pynccl.collectives.fault import Fault
 from pynccl.collectives.schedule import Array, Kind, Schedule
 from pynccl.collectives.sorting import stable_order
+from pynccl.collectives.steps import check_steps
 
 __all__ = ["Flow", "flow", "is_live", "match", "play"]
 
@@ -47,13 +48,15 @@ class Flow:
 
 
 def flow(schedule: Schedule) -> Flow:
-    """The graph of a schedule; a `Fault` if its messages do not match or wait for each other in a circle.
+    """The graph of a schedule; a `Fault` if a step makes no sense by itself, messages do not match, or they
+    wait for each other in a circle.
 
     Connections are taken to hold any number of messages here; `is_live` is about those that hold few. The
     graph is made once and kept with the schedule, because verification, cost and trace all begin with it.
     """
     kept = vars(schedule)
     if "_flow" not in kept:
+        check_steps(schedule)
         kept["_flow"] = _flow(schedule)
     return kept["_flow"]
 
@@ -148,7 +151,17 @@ def match(schedule: Schedule) -> tuple[Array, Array]:
             schedule, recv, f"expects {chunks[recv]} chunks where its message brings {chunks[send]}"
         )
     order = stable_order(recvs)
-    return sends[order], recvs[order]
+    sends, recvs = sends[order], recvs[order]
+    sent, landed = schedule.columns["src_chunk"][sends], schedule.columns["dst_chunk"][recvs]
+    wrong = np.flatnonzero((sent - landed) % schedule.parts != 0)
+    if len(wrong):
+        raise Fault.at(
+            schedule,
+            recvs[wrong[0]],
+            f"gets chunk {sent[wrong[0]]}, whose size differs when {schedule.parts} parts do not divide the "
+            "count",
+        )
+    return sends, recvs
 
 
 def _connections(schedule: Schedule) -> Array:

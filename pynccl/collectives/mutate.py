@@ -122,7 +122,8 @@ def _swap_kind(steps: Steps, rank: int, i: int, chance: random.Random, s: Schedu
         Kind.REDUCE: Kind.COPY,
     }[step.kind]
     src, dst = (None if kind == Kind.RECV else step.src or step.dst), step.dst or step.src
-    steps[rank][i] = dataclasses.replace(step, kind=kind, src=src, dst=dst)
+    left = step.left and kind in (Kind.RECV_REDUCE, Kind.REDUCE)
+    steps[rank][i] = dataclasses.replace(step, kind=kind, src=src, dst=dst, left=left)
 
 
 def _change_channel(steps: Steps, rank: int, i: int, chance: random.Random, s: Schedule) -> None:

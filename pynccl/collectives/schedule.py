@@ -26,142 +26,36 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from enum import IntEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from pynccl.collectives.builder import Spans
-
-__all__ = ["COLLECTIVES", "Buffer", "Collective", "Kind", "Schedule", "Span", "Step", "chunk_bounds"]
-
-Array = NDArray[Any]
-
-
-class Kind(IntEnum):
-    """What a step does. `op` is the reduction; `left` swaps its operands, for those that do not commute."""
-
-    SEND = 0  # src -> peer
-    RECV = 1  # peer -> dst
-    RECV_REDUCE = 2  # dst = src op message (left: message op src); src is dst itself unless given
-    COPY = 3  # dst = src
-    REDUCE = 4  # dst = dst op src (left: src op dst)
-
-
-class Buffer(IntEnum):
-    """A buffer of a rank. `OUT[3]` is its chunk 3, `OUT[2:4]` its chunks 2 and 3; see `builder.Spans`."""
-
-    IN = 0  # the send buffer: never written out of place
-    OUT = 1  # the receive buffer
-    SCRATCH = 2  # the executor's, undefined at the start
-
-    def __getitem__(self, chunks: Any) -> Spans:
-        from pynccl.collectives.builder import spans
-
-        return spans(self, chunks)
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """`chunks` consecutive chunks of a buffer, from `chunk` on."""
-
-    buffer: Buffer
-    chunk: int
-    chunks: int = 1
-
-    def __str__(self) -> str:
-        last = f":{self.chunk + self.chunks}" if self.chunks != 1 else ""
-        return f"{self.buffer.name.lower()}[{self.chunk}{last}]"
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One step of one rank. `peer` and `channel` are those of its message, -1 and 0 if it has none."""
-
-    kind: Kind
-    round: int
-    peer: int = -1
-    src: Span | None = None
-    dst: Span | None = None
-    channel: int = 0
-    left: bool = False
-
-    def __str__(self) -> str:
-        return _WORDS[self.kind].format(
-            src=self.src if self.src is not None else self.dst,
-            dst=self.dst,
-            peer=self.peer,
-            channel=f" on channel {self.channel}" if self.channel else "",
-            left=" (message first)" if self.left else "",
-        )
-
-
-_WORDS = {
-    Kind.SEND: "send {src} to {peer}{channel}",
-    Kind.RECV: "receive {dst} from {peer}{channel}",
-    Kind.RECV_REDUCE: "receive from {peer}{channel}, reduce with {src} into {dst}{left}",
-    Kind.COPY: "copy {src} to {dst}",
-    Kind.REDUCE: "reduce {src} into {dst}{left}",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """What a collective is about: how many blocks go in and out, who has them, and how in place is said.
-
-    `in_blocks` and `out_blocks` are of one rank ("n": one block for each rank). `reduces`: an output chunk is
-    the reduction of all ranks' chunks, not a copy of one. `only_root`: the buffer that exists on the root
-    alone. `in_place`: which block of IN is which block of OUT in NCCL's in-place form, with r the rank; None:
-    no such form.
-    """
-
-    in_blocks: int | str
-    out_blocks: int | str
-    reduces: bool
-    only_root: Buffer | None = None
-    in_place: tuple[str | int, str | int] | None = (0, 0)
-
-    def blocks(self, buffer: Buffer, n: int) -> int:
-        """Blocks of IN or OUT of one rank, with `n` ranks."""
-        blocks = self.in_blocks if buffer == Buffer.IN else self.out_blocks
-        return n if blocks == "n" else int(blocks)
-
-
-COLLECTIVES: dict[str, Collective] = {
-    "all_reduce": Collective(1, 1, reduces=True),
-    "reduce_scatter": Collective("n", 1, reduces=True, in_place=("r", 0)),
-    "all_gather": Collective(1, "n", reduces=False, in_place=(0, "r")),
-    "broadcast": Collective(1, 1, reduces=False, only_root=Buffer.IN),
-    "reduce": Collective(1, 1, reduces=True, only_root=Buffer.OUT),
-    "all_to_all": Collective("n", "n", reduces=False, in_place=None),
-}
-
-# One row a step, all ranks' steps one after the other. A buffer of -1 means that there is no such span; src
-# and dst have the same number of chunks.
-COLUMNS = np.dtype(
-    [
-        ("kind", np.int8),
-        ("left", np.bool_),
-        ("src_buffer", np.int8),
-        ("dst_buffer", np.int8),
-        ("channel", np.int32),
-        ("round", np.int32),
-        ("peer", np.int32),
-        ("src_chunk", np.int32),
-        ("dst_chunk", np.int32),
-        ("chunks", np.int32),
-    ]
+from pynccl.collectives.form import HEAD, check_columns, check_head, make_columns, read_json
+from pynccl.collectives.terms import (
+    COLLECTIVES,
+    COLUMNS,
+    Array,
+    Buffer,
+    Collective,
+    Kind,
+    Span,
+    Step,
+    chunk_bounds,
 )
 
-
-def chunk_bounds(chunk: Any, count: int, parts: int) -> tuple[Any, Any]:
-    """First element and the one after the last of a chunk (an int or an array of them) of a buffer."""
-    block, part = chunk // parts, chunk % parts
-    base = block * count
-    return base + part * count // parts, base + (part + 1) * count // parts
+__all__ = [
+    "COLLECTIVES",
+    "COLUMNS",
+    "Array",
+    "Buffer",
+    "Collective",
+    "Kind",
+    "Schedule",
+    "Span",
+    "Step",
+    "chunk_bounds",
+]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -188,20 +82,10 @@ class Schedule:
     params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.collective not in COLLECTIVES:
-            raise ValueError(
-                f"schedule: no collective {self.collective!r}; there are {', '.join(COLLECTIVES)}"
-            )
-        if self.n < 1 or self.parts < 1:
-            raise ValueError(f"schedule: {self.n} ranks and {self.parts} parts; both must be 1 or more")
-        if not 0 <= self.root < self.n:
-            raise ValueError(
-                f"schedule: root {self.root} is not one of {self.n} ranks; take 0 to {self.n - 1}"
-            )
-        if len(self.first) != self.n + 1 or self.first[0] != 0 or self.first[-1] != len(self.columns):
-            raise ValueError(f"schedule: {len(self.first) - 1} ranks' steps were given for {self.n} ranks")
-        if self.scratch_chunks < 0:
-            raise ValueError(f"schedule: {self.scratch_chunks} scratch chunks; take 0 or more")
+        fields: dict[str, Any] = check_head("schedule", {name: getattr(self, name) for name in HEAD})
+        fields["first"] = check_columns("schedule", self.columns, self.first, fields["n"])
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
         for array in (self.columns, self.first):
             array.flags.writeable = False
 
@@ -285,8 +169,9 @@ class Schedule:
         cls, name: str, collective: str, steps: Sequence[Sequence[Step]], **fields: Any
     ) -> Schedule:
         """A schedule from each rank's list of steps. `fields`: parts, root, scratch_chunks and so on."""
-        columns = np.array([_row(step) for of_rank in steps for step in of_rank], dtype=COLUMNS)
-        first = np.concatenate([[0], np.cumsum([len(of_rank) for of_rank in steps], dtype=np.int64)])
+        rows = [_row(rank, i, step) for rank, own in enumerate(steps) for i, step in enumerate(own)]
+        first = np.concatenate([[0], np.cumsum([len(own) for own in steps], dtype=np.int64)]).astype(np.int64)
+        columns = make_columns(_columns(rows), lambda name, row: f"schedule: {_place(first, row)}: {name}")
         return cls(name, collective, len(steps), fields.pop("parts", 1), columns, first, **fields)
 
     def replace(self, **fields: Any) -> Schedule:
@@ -322,8 +207,7 @@ class Schedule:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def _head(self) -> dict[str, Any]:
-        names = ("name", "collective", "n", "parts", "root", "scratch_chunks", "deterministic", "in_place")
-        return {**{name: getattr(self, name) for name in names}, "params": dict(self.params)}
+        return {name: getattr(self, name) for name in HEAD}
 
     def to_json(self) -> str:
         """JSON that `from_json` reads back to an equal schedule."""
@@ -333,17 +217,8 @@ class Schedule:
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
-        """The schedule that `to_json` wrote; ValueError if the text is something else."""
-        assert COLUMNS.names is not None
-        try:
-            fields = json.loads(text)
-            steps = fields.pop("steps")
-            columns = np.empty(len(steps["kind"]), dtype=COLUMNS)
-            for name in COLUMNS.names:
-                columns[name] = steps[name]
-            return cls(columns=columns, first=np.asarray(fields.pop("first"), dtype=np.int64), **fields)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"schedule: this is not the JSON of a schedule: {error!r}") from error
+        """The schedule that `to_json` wrote; ValueError if the text is something else, see `form.py`."""
+        return cls(**read_json(text))
 
     def __repr__(self) -> str:
         return (
@@ -366,18 +241,22 @@ def _step(row: tuple[Any, ...]) -> Step:
     return Step(Kind(kind), round_, peer, src, dst, channel, left)
 
 
-def _row(step: Step) -> tuple[Any, ...]:
-    spans = [span for span in (step.src, step.dst) if span is not None]
-    if len({span.chunks for span in spans}) > 1:
-        raise ValueError(f"schedule: {step}: {step.src} and {step.dst} have different numbers of chunks")
-    src = step.src
+def _row(rank: int, index: int, step: Step) -> tuple[Any, ...]:
+    if not isinstance(step, Step):
+        raise ValueError(f"schedule: rank {rank}, step {index} is {step!r}; take a Step")
+    src, dst = step.src, step.dst
+    if src is not None and dst is not None and src.chunks != dst.chunks:
+        raise ValueError(
+            f"schedule: rank {rank}, step {index}: src={src!r} and dst={dst!r} have different numbers of "
+            "chunks; take spans of equal lengths"
+        )
+    chunks = next((span.chunks for span in (src, dst) if span is not None), 0)
     if src is None and step.kind == Kind.RECV_REDUCE:
-        src = step.dst
-    src_buffer, src_chunk = (-1, 0) if src is None else (int(src.buffer), src.chunk)
-    dst_buffer, dst_chunk = (-1, 0) if step.dst is None else (int(step.dst.buffer), step.dst.chunk)
-    chunks = spans[0].chunks if spans else 0
+        src = dst
+    src_buffer, src_chunk = (-1, 0) if src is None else (src.buffer, src.chunk)
+    dst_buffer, dst_chunk = (-1, 0) if dst is None else (dst.buffer, dst.chunk)
     return (
-        int(step.kind),
+        step.kind,
         step.left,
         src_buffer,
         dst_buffer,
@@ -388,3 +267,14 @@ def _row(step: Step) -> tuple[Any, ...]:
         dst_chunk,
         chunks,
     )
+
+
+def _columns(rows: list[tuple[Any, ...]]) -> dict[str, Sequence[Any]]:
+    assert COLUMNS.names is not None
+    columns = list(zip(*rows, strict=True)) or [()] * len(COLUMNS.names)
+    return dict(zip(COLUMNS.names, columns, strict=True))
+
+
+def _place(first: Array, row: int) -> str:
+    rank = int(np.searchsorted(first, row, side="right")) - 1
+    return f"rank {rank}, step {row - first[rank]}"

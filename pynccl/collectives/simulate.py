@@ -39,8 +39,8 @@ class _Wrong(Exception):
 
 def simulate(schedule: Schedule, *, slots: int = 1, seed: int = 0, in_place: bool = False) -> Outcome:
     """Play a schedule with connections of `slots` messages (0: rendezvous); `seed` gives the order."""
-    player = _Player(schedule, slots, random.Random(seed), in_place)
     try:
+        player = _Player(schedule, slots, random.Random(seed), in_place)
         player.play()
         return Outcome("", player.result())
     except (_Wrong, IndexError, KeyError) as error:
@@ -99,12 +99,20 @@ class _Player:
                 return rank, Buffer.OUT, other * s.parts + part
         return rank, buffer, chunk
 
-    def read(self, rank: int, span: Span) -> list[Value]:
+    def read(self, rank: int, span: Span | None) -> list[Value]:
         """The values of a span."""
+        span = self.given(rank, span)
         return [self.memory[self.place(rank, span.buffer, span.chunk + i)] for i in range(span.chunks)]
 
-    def write(self, rank: int, span: Span, values: list[Value]) -> None:
+    def given(self, rank: int, span: Span | None) -> Span:
+        """The span, which a step may lack."""
+        if span is None:
+            raise _Wrong(f"a step of rank {rank} lacks a span")
+        return span
+
+    def write(self, rank: int, span: Span | None, values: list[Value]) -> None:
         """Put values in a span of as many chunks."""
+        span = self.given(rank, span)
         if span.buffer == Buffer.IN:
             raise _Wrong(f"rank {rank} writes IN")
         for i, value in enumerate(values):
@@ -143,7 +151,6 @@ class _Player:
         state = self.ranks[rank]
         if what == "read":
             step, chunks = state.unread.pop(int(which))  # type: ignore[arg-type]
-            assert step.src is not None
             chunks += self.read(rank, step.src)
         elif what == "send":
             assert isinstance(which, tuple)
@@ -163,11 +170,9 @@ class _Player:
         state = self.ranks[connection[1]]
         index = state.receiving[connection].popleft()
         step = state.local[index][0]
-        assert step.dst is not None
-        if len(values) != step.dst.chunks:
-            raise _Wrong(
-                f"rank {connection[1]} receives {len(values)} chunks where it expects {step.dst.chunks}"
-            )
+        expected = self.given(connection[1], step.dst).chunks
+        if len(values) != expected:
+            raise _Wrong(f"rank {connection[1]} receives {len(values)} chunks where it expects {expected}")
         if step.kind == Kind.RECV:
             self.write(connection[1], step.dst, values)
         state.local[index] = (step, values)
@@ -206,7 +211,6 @@ class _Player:
         """The part of a step after the round's messages."""
         if step.kind == Kind.RECV:
             return
-        assert step.src is not None and step.dst is not None
         values = self.read(rank, step.src)
         if step.kind == Kind.REDUCE:
             values, message = self.read(rank, step.dst), values

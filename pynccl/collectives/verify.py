@@ -17,8 +17,8 @@ import numpy as np
 
 from pynccl.collectives import symbols
 from pynccl.collectives.fault import Fault
-from pynccl.collectives.flow import Flow, flow, is_live
-from pynccl.collectives.schedule import COLLECTIVES, Array, Buffer, Kind, Schedule
+from pynccl.collectives.flow import flow, is_live
+from pynccl.collectives.schedule import COLLECTIVES, Array, Buffer, Schedule
 
 __all__ = ["SLOTS", "Fault", "Proof", "find_fault", "verify"]
 
@@ -69,11 +69,9 @@ def verify(schedule: Schedule, *, slots: Iterable[int] = SLOTS) -> Proof:
     each.
     """
     slots = tuple(slots)
-    check_steps(schedule)
     graph = flow(schedule)
     for k in sorted(set(slots), reverse=True):  # the laxest first: it has the shortest cause
         is_live(schedule, graph, k)
-    _check_sizes(schedule, graph)
     program = symbols.Program(schedule, graph)
     deterministic, rank_order = _check_result(schedule, program, in_place=False)
     in_place = schedule.in_place and COLLECTIVES[schedule.collective].in_place is not None
@@ -98,63 +96,6 @@ def find_fault(schedule: Schedule, *, slots: Iterable[int] = SLOTS) -> Fault | N
     except Fault as fault:
         return fault
     return None
-
-
-def check_steps(schedule: Schedule) -> None:
-    """A `Fault` if a step makes no sense by itself: a chunk out of range, a write to IN, a missing buffer."""
-    c, n = schedule.columns, schedule.n
-    ranks, kind, peer = schedule.ranks, c["kind"], c["peer"]
-    message = kind <= Kind.RECV_REDUCE
-    rounds = c["round"]
-    back = np.zeros(len(c), dtype=bool)
-    back[1:] = (ranks[1:] == ranks[:-1]) & (rounds[1:] < rounds[:-1])
-    reduces = (kind == Kind.RECV_REDUCE) | (kind == Kind.REDUCE)
-    wants_src, wants_dst = kind != Kind.RECV, kind != Kind.SEND
-    checks: list[tuple[Array, str]] = [
-        ((kind < 0) | (kind > max(Kind)), "is of no known kind"),
-        (back, "goes back to an earlier round; rounds grow along a rank's list"),
-        (message & ((peer < 0) | (peer >= n)), f"has a peer that is not one of {n} ranks"),
-        (message & (peer == ranks), "is a message to itself; use a copy"),
-        (rounds < 0, "has a negative round"),
-        (message & (c["channel"] < 0), "has a negative channel"),
-        (c["chunks"] < 1, "moves no chunks"),
-        (reduces & (not COLLECTIVES[schedule.collective].reduces), f"reduces, which {_a(schedule)} does not"),
-        (wants_src & (c["src_buffer"] < 0), "lacks the span that it reads"),
-        (wants_dst & (c["dst_buffer"] < 0), "lacks the span that it writes"),
-        (wants_dst & (c["dst_buffer"] == Buffer.IN), "writes IN, which is the caller's"),
-    ]
-    lengths = np.array([schedule.chunks(buffer) for buffer in Buffer], dtype=np.int64)
-    for end, wanted in (("src", wants_src), ("dst", wants_dst)):
-        buffer, chunk = c[f"{end}_buffer"], c[f"{end}_chunk"].astype(np.int64)
-        checks.append((wanted & (buffer > max(Buffer)), "names a buffer that does not exist"))
-        known = np.clip(buffer, 0, max(Buffer))
-        outside = (chunk < 0) | (chunk + c["chunks"] > lengths[known])
-        checks.append((wanted & outside, f"is outside its buffers, {_lengths(lengths)}"))
-        for of in (Buffer.IN, Buffer.OUT):
-            if COLLECTIVES[schedule.collective].only_root == of:
-                missing = wanted & (buffer == of) & (ranks != schedule.root)
-                checks.append((missing, f"uses {of.name}, which only root {schedule.root} has"))
-    both = wants_src & wants_dst
-    apart = np.abs(c["src_chunk"].astype(np.int64) - c["dst_chunk"])
-    unlike = apart % schedule.parts != 0
-    checks.append((both & unlike, "pairs chunks of different sizes when the parts do not divide the count"))
-    same = c["src_buffer"] == c["dst_buffer"]
-    checks.append((both & same & (apart > 0) & (apart < c["chunks"]), "overlaps itself"))
-    wrong = [np.flatnonzero(bad)[:1] for bad, _ in checks]
-    first = min((int(rows[0]) for rows in wrong if len(rows)), default=-1)
-    for rows, (_, what) in zip(wrong, checks, strict=True):
-        if len(rows) and rows[0] == first:
-            raise Fault.at(schedule, first, what)
-
-
-def _a(schedule: Schedule) -> str:
-    return ("an " if schedule.collective.startswith("a") else "a ") + schedule.collective
-
-
-def _lengths(lengths: Array) -> str:
-    return ", ".join(
-        f"{buffer.name.lower()}[0:{length}]" for buffer, length in zip(Buffer, lengths, strict=True)
-    )
 
 
 def _check_result(schedule: Schedule, program: symbols.Program, *, in_place: bool) -> tuple[bool, bool]:
@@ -196,20 +137,6 @@ def _check_result(schedule: Schedule, program: symbols.Program, *, in_place: boo
                 in_place,
             )
     return deterministic, in_order
-
-
-def _check_sizes(schedule: Schedule, graph: Flow) -> None:
-    c = schedule.columns
-    sent, landed = c["src_chunk"][graph.sends], c["dst_chunk"][graph.recvs]
-    wrong = np.flatnonzero((sent - landed) % schedule.parts != 0)
-    if len(wrong):
-        send = graph.sends[wrong[0]]
-        chunk = int(c["src_chunk"][send])
-        raise Fault.at(
-            schedule,
-            graph.recvs[wrong[0]],
-            f"gets chunk {chunk}, whose size differs when {schedule.parts} parts do not divide the count",
-        )
 
 
 def _copied(schedule: Schedule) -> Array:
