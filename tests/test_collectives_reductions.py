@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -12,11 +13,14 @@ from pynccl.abi.errors import InvalidArgumentError
 from pynccl.collectives import generate
 from pynccl.collectives.reductions import (
     ADASUM,
+    MOMENTS,
+    TAKES,
     Operation,
     adasum,
     all_reduce,
     arg_max,
     arg_min,
+    merge_moments,
     moments,
     reduce_scatter,
 )
@@ -203,11 +207,197 @@ def test_arg_max_passes_over_nan_and_takes_indices():
 
 def test_arg_max_refuses_what_has_no_order():
     def one(comm: Any) -> None:
-        with pytest.raises(InvalidArgumentError, match="no order is known of complex64"):
+        with pytest.raises(InvalidArgumentError, match="x is complex64; it takes .*numbers have no order"):
             arg_max(comm, np.ones(2, "complex64"))
-        with pytest.raises(InvalidArgumentError, match="no order is known of uint64"):
+        with pytest.raises(InvalidArgumentError, match="x is uint64; it takes .*cast x to float64 or int64"):
             arg_min(comm, np.ones(2, "uint64"))
-        with pytest.raises(InvalidArgumentError, match="integers of x's shape"):
-            arg_max(comm, np.ones(2), np.ones(3, int))
+        for index in (np.ones(3, int), np.ones(2), np.ones(2, "uint64"), np.ones(2, bool)):
+            with pytest.raises(InvalidArgumentError, match="not uint64. of x's shape .2,. and kind, ndarray"):
+                arg_max(comm, np.ones(2), index)
+        with pytest.raises(TypeError, match="arg_max: index must be an array .*not list"):
+            arg_max(comm, np.ones(2), [1, 2])
 
     ranks(1, one)
+
+
+# --- every operation with every dtype -----------------------------------------------------------------------
+
+DTYPES: tuple[np.dtype, ...] = tuple(
+    np.dtype(each)
+    for each in (
+        *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
+        *("float16", "float32", "float64", "longdouble", "complex64", "complex128", "clongdouble"),
+        *(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
+        *(ml_dtypes.float8_e4m3b11fnuz, ml_dtypes.int4, ">f8", "<M8[s]", "<m8[s]", "U3", "S3", "V4"),
+        *([("a", "f4"), ("b", "i4")], "O"),
+    )
+)
+
+
+def orthogonal(rank: int, dtype: np.dtype) -> np.ndarray:
+    """Vectors of 6 elements of which at most one is not 0."""
+    x = np.zeros(6, dtype)
+    if dtype.kind in "biufcV" and dtype.names is None and dtype != "V4":
+        x[rank] = 1
+    return x
+
+
+def both(dtype: np.dtype) -> np.ndarray:
+    return np.stack([orthogonal(rank, dtype) for rank in range(2)])
+
+
+def assert_moments(found: Any, dtype: np.dtype) -> None:
+    wide = both(dtype).astype("f8")
+    assert found.samples == 2
+    np.testing.assert_array_equal(found.mean, wide.mean(axis=0))
+    np.testing.assert_array_equal(found.variance, wide.var(axis=0))
+
+
+def assert_extreme(found: Any, dtype: np.dtype, extreme: Any, where: Any) -> None:
+    value, rank = found
+    wide = both(dtype).astype("f8")
+    assert value.dtype == dtype and rank.dtype == np.int64
+    np.testing.assert_array_equal(value.astype("f8"), extreme(wide, axis=0))
+    np.testing.assert_array_equal(rank, where(wide, axis=0))
+
+
+def assert_sum(found: Any, dtype: np.dtype) -> None:
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, both(dtype).astype("f8").sum(axis=0).astype(dtype))
+
+
+def by_method(op: Any) -> Any:
+    return lambda comm, x: comm.all_reduce(x, op=op, algorithm="pynccl:recursive_doubling")
+
+
+def states(comm: Any, x: np.ndarray) -> np.ndarray:
+    """A sample of 1 and one of 3 merged: two, their mean, the square sum."""
+    if x.dtype == np.float64:
+        x[:] = [1, 1, comm.rank * 2 + 1, comm.rank * 2 + 1, 0, 0]
+    return all_reduce(comm, x, MOMENTS)
+
+
+NAMED: tuple[tuple[str, Any, Any], ...] = (
+    ("adasum", lambda comm, x: all_reduce(comm, x, ADASUM), assert_sum),
+    ("adasum", lambda comm, x: all_reduce(comm, x, adasum), assert_sum),
+    ("adasum", by_method(ADASUM), assert_sum),
+    ("adasum", by_method(adasum), assert_sum),
+    (
+        "adasum",
+        lambda comm, x: comm.prepare("all_reduce", x, op=ADASUM, algorithm="pynccl:one_shot")(),
+        assert_sum,
+    ),
+    ("moments", lambda comm, x: moments(comm, x[None]), assert_moments),
+    (
+        "merge_moments",
+        states,
+        lambda found, dtype: np.testing.assert_array_equal(found, [2, 2, 2, 2, 2, 2]),
+    ),
+    ("arg_max", arg_max, lambda found, dtype: assert_extreme(found, dtype, np.max, np.argmax)),
+    ("arg_min", arg_min, lambda found, dtype: assert_extreme(found, dtype, np.min, np.argmin)),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "reduce", "check"), NAMED, ids=[f"{i}-{row[0]}" for i, row in enumerate(NAMED)]
+)
+def test_a_named_operation_is_right_or_refuses_the_dtype_before_a_message(name: str, reduce: Any, check: Any):
+    def one(comm: Any) -> list[str]:
+        taken = []
+        for dtype in DTYPES:
+            x = orthogonal(comm.rank, dtype)
+            if dtype.isnative and dtype.name in TAKES[name][0]:
+                check(reduce(comm, x), dtype)
+                taken.append(dtype.name)
+            elif comm.rank == 0:  # alone: had it sent anything, it would wait
+                with pytest.raises((InvalidArgumentError, TypeError)) as caught:
+                    reduce(comm, x)
+                if dtype.kind != "O":
+                    assert TAKES[name][1] in str(caught.value)
+            comm.barrier()
+        return taken
+
+    for taken in ranks(2, one):
+        assert set(taken) == TAKES[name][0]
+
+
+def test_every_row_of_the_table_is_of_an_operation_that_is_tested():
+    assert {row[0] for row in NAMED} == set(TAKES) - {"better_pairs"}  # which arg_max and arg_min are made of
+
+
+UFUNCS = (np.add, np.multiply, np.maximum, np.bitwise_xor, np.logical_or, np.logaddexp, np.hypot, np.gcd)
+
+
+@pytest.mark.parametrize("ufunc", UFUNCS, ids=lambda ufunc: ufunc.__name__)
+def test_a_ufunc_gives_what_numpy_gives_or_is_refused_before_a_message(ufunc: np.ufunc):
+    def in_numpy(a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
+        if a.dtype.hasobject:
+            return None  # which is no memory to be sent
+        try:
+            return ufunc(a, b, out=np.empty_like(a))
+        except (TypeError, ValueError, NotImplementedError):
+            return None
+
+    def one(comm: Any) -> int:
+        taken = 0
+        for dtype in DTYPES:
+            wanted = in_numpy(orthogonal(0, dtype), orthogonal(1, dtype))
+            x = orthogonal(comm.rank, dtype)
+            if wanted is not None:
+                found = all_reduce(comm, x, ufunc)
+                assert found.dtype == dtype
+                np.testing.assert_array_equal(found, wanted)
+                taken += 1
+            elif comm.rank == 0:
+                with pytest.raises((InvalidArgumentError, TypeError), match="all_reduce"):
+                    all_reduce(comm, x, ufunc)
+            comm.barrier()
+        return taken
+
+    assert min(ranks(2, one)) >= 5
+
+
+def test_what_is_no_array_of_numpy_is_refused_in_words():
+    masked = np.ma.masked_array([1.0, 2.0], mask=[True, False])
+
+    def one(comm: Any) -> None:
+        for call in (moments, arg_max, arg_min, lambda comm, x: adasum(x, x)):
+            for x, words in (
+                ([1.0], "must be an array .*not list"),
+                (masked, "is a masked array and its mask would be ignored"),
+                (b"12345678", "is bytes, and what computes with it are NumPy and CuPy"),
+                (np.float64(1), "is a NumPy scalar"),
+            ):
+                with pytest.raises(TypeError, match=f"(moments|arg_max|arg_min|adasum): (x|a) {words}"):
+                    call(comm, x)
+
+    ranks(1, one)
+
+
+def test_two_different_gradients_or_states_are_refused():
+    with pytest.raises(
+        InvalidArgumentError, match=r"a is float32, shape \(2,\), and b float64, shape \(2,\)"
+    ):
+        adasum(np.ones(2, "f4"), np.ones(2))
+    with pytest.raises(InvalidArgumentError, match="a is int64; it takes .*cast integers to float32"):
+        adasum(np.ones(2, int), np.ones(2, int))
+
+    def one(comm: Any) -> None:
+        for op in (MOMENTS, merge_moments):
+            with pytest.raises(InvalidArgumentError, match="4 elements are not 3 rows of equal length"):
+                all_reduce(comm, np.ones(4), op)
+        comm.barrier()
+
+    ranks(2, one)
+
+
+def test_an_operation_of_ones_own_names_the_dtypes_that_it_takes():
+    distance = Operation(np.hypot, dtypes=frozenset({"float64"}))
+
+    def one(comm: Any) -> None:
+        with pytest.raises(InvalidArgumentError, match="x is float32 and hypot takes float64; cast x"):
+            all_reduce(comm, np.ones(2, "f4"), distance)
+        assert all_reduce(comm, np.array([3.0, 4.0][comm.rank :][:1]), distance) == 5
+
+    ranks(2, one)
+    assert repr(distance) == "<Operation hypot>"

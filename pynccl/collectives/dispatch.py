@@ -12,6 +12,7 @@ from pynccl.abi.enums import RedOp
 from pynccl.abi.errors import InvalidArgumentError
 from pynccl.collectives.compiled import FUNCTION, Compiled, compile
 from pynccl.collectives.execute import Call, check_call, execute, reduced_elements, reduction_of
+from pynccl.collectives.reductions import operation_of
 from pynccl.collectives.registry import generate
 from pynccl.collectives.schedule import COLLECTIVES, Schedule
 from pynccl.elements import operation_name
@@ -26,7 +27,7 @@ def run_algorithm(
     comm: Any, call: str, x: Any, out: Any, op: Any, root: int | None, stream: Any, algorithm: Any
 ) -> Any:
     """``comm``'s method ``call`` by a schedule. Raises what `run` and `compile` do."""
-    op = operation_name(call, op) if isinstance(op, RedOp) else op
+    op = operation_name(call, op) if isinstance(op, RedOp) else operation_of(op)
     found = _executor(comm, call, op, root, algorithm)
     if isinstance(found, Compiled):
         return found(x, out, op, stream=stream, root=root)
@@ -37,7 +38,7 @@ def prepare_algorithm(
     comm: Any, call: str, x: Any, out: Any, op: Any, root: int | None, stream: Any, algorithm: Any
 ) -> Any:
     """The same, checked now and run when the result is called: a `pynccl.prepared.Prepared` or the like."""
-    op = operation_name(call, op) if isinstance(op, RedOp) else op
+    op = operation_name(call, op) if isinstance(op, RedOp) else operation_of(op)
     found = _executor(comm, call, op, root, algorithm)
     if isinstance(found, Compiled):
         return found.prepare(x, out, op, stream=stream, root=root)

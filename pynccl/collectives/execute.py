@@ -151,6 +151,9 @@ def check_call(
     described = dataclasses.replace(what, reduces=False) if custom else what
     planned = plan(described, x, out, op, schedule.root if what.rooted else None, comm._place)
     memory = planned.buffers[-1]
+    if hasattr(op, "check_array"):
+        op.check_array(name, memory.element.name, memory.count)
+        op = op.function  # which may be a ufunc
     has_in, has_out = schedule.has(Buffer.IN, comm.rank), schedule.has(Buffer.OUT, comm.rank)
     send = planned.send if has_in else None
     recv = planned.recv if has_out else None

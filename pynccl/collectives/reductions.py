@@ -6,8 +6,9 @@
 
 An operation says what it asks of a schedule (`Operation`), and the schedule's proof says whether it gives
 that: contributions in rank order, for an operation that does not commute; whole arrays, for one that looks at
-more than an element at a time. Everything runs by `execute.run`. The NumPy paths are tested; the CuPy ones
-use only what both libraries have, and have not been run.
+more than an element at a time. What the named ones take is a table, `TAKES`, and anything else is refused
+before a message is sent. Everything runs by `execute.run`. The NumPy paths are tested; the CuPy ones use only
+what both libraries have, and have not been run.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pynccl.abi.errors import InvalidArgumentError
+from pynccl.arrays import view
 from pynccl.collectives.execute import run
 from pynccl.collectives.registry import algorithms, generate
 from pynccl.collectives.schedule import Schedule
@@ -28,6 +30,7 @@ from pynccl.collectives.verify import Proof, verify
 __all__ = [
     "ADASUM",
     "MOMENTS",
+    "TAKES",
     "Moments",
     "Operation",
     "adasum",
@@ -36,25 +39,50 @@ __all__ = [
     "arg_min",
     "merge_moments",
     "moments",
+    "operation_of",
     "reduce_scatter",
 ]
 
 # Up to here the logarithmic number of rounds counts more than the bytes; `tune` measures where it is really.
 _SMALL = 32 << 10
 
+_INTEGERS = frozenset("bool int8 uint8 int16 uint16 int32 uint32 int64".split())  # that fit int64
+_FLOATS = frozenset("float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2".split())
 
-@dataclasses.dataclass(frozen=True)
+TAKES: dict[str, tuple[frozenset[str], str]] = {
+    "adasum": (
+        _FLOATS,
+        "cast integers to float32, and view complex numbers as the floats they consist of "
+        "(x.view('float32') of complex64)",
+    ),
+    "moments": (
+        _INTEGERS | _FLOATS | {"uint64"},
+        "of complex numbers take those of x.real and of x.imag, and cast anything else to float64",
+    ),
+    "merge_moments": (frozenset({"float64"}), "`moments` makes such states from data"),
+    "arg_max": (_INTEGERS | _FLOATS, "cast x to float64 or int64; complex numbers have no order"),
+    "arg_min": (_INTEGERS | _FLOATS, "cast x to float64 or int64; complex numbers have no order"),
+    "better_pairs": (frozenset({"int64"}), "`arg_max` and `arg_min` make such pairs from data"),
+}
+"""The dtypes that each named operation takes, in native byte order, and what to do with others."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Operation:
     """A reduction and what it asks of a schedule.
 
     ``function`` takes two arrays and returns their reduction, of the same shape and dtype (or is a ufunc, or
     a CuPy elementwise kernel). ``commutative=False``: a op b is not b op a, so contributions are needed in
-    rank order. ``whole=True``: it looks at all of an array, which must not be cut into chunks.
+    rank order. ``whole=True``: it looks at all of an array, which must not be cut into chunks. ``dtypes``:
+    the names of those that it takes, None: what the function can do. ``rows``: an array holds that many rows
+    of equal length, one behind the other.
     """
 
     function: Any
     commutative: bool = True
     whole: bool = False
+    dtypes: frozenset[str] | None = None
+    rows: int = 1
 
     @property
     def name(self) -> str:
@@ -63,6 +91,22 @@ class Operation:
 
     def __call__(self, a: Any, b: Any) -> Any:
         return self.function(a, b)
+
+    def __repr__(self) -> str:
+        return f"<Operation {self.name}>"
+
+    def check_array(self, call: str, dtype: str, elements: int) -> None:
+        """InvalidArgumentError unless it can reduce so many elements of a dtype; asked as the next one is."""
+        if self.dtypes is not None and dtype not in self.dtypes:
+            raise InvalidArgumentError(
+                f"{call}: x is {dtype} and {self.name} takes {', '.join(sorted(self.dtypes))}; "
+                f"{_remedy(self.name)}"
+            )
+        if elements % self.rows:
+            raise InvalidArgumentError(
+                f"{call}: {elements} elements are not {self.rows} rows of equal length, as {self.name} "
+                f"takes; {_remedy(self.name)}"
+            )
 
     def check_schedule(self, schedule: Schedule, *, unchecked: bool = False) -> None:
         """InvalidArgumentError unless ``schedule`` gives what this asks for; whoever runs one calls this.
@@ -88,7 +132,7 @@ def all_reduce(
     ``op`` is an `Operation`, or a ufunc, kernel or function, which stands for an `Operation` that commutes
     and goes element by element. ``algorithm`` is a name ("ring") or a schedule; None takes one that fits.
     InvalidArgumentError, before anything is sent, for an algorithm whose proof does not give what ``op``
-    asks for.
+    asks for, and for a dtype that it does not take.
 
     >>> all_reduce(comm, x, np.logaddexp)                      # doctest: +SKIP
     """
@@ -111,7 +155,13 @@ def reduce_scatter(
     return _reduce("reduce_scatter", comm, x, op, out, algorithm, stream)
 
 
+def operation_of(op: Any) -> Any:
+    """The `Operation` of a function of this file, which asks more than a function says; others as given."""
+    return next((operation for operation in (ADASUM, MOMENTS) if operation.function is op), op)
+
+
 def _reduce(call: str, comm: Any, x: Any, op: Any, out: Any, algorithm: Any, stream: Any) -> Any:
+    op = operation_of(op)
     operation = op if isinstance(op, Operation) else Operation(op)
     if isinstance(op, str) or not callable(operation.function):
         raise TypeError(
@@ -120,9 +170,7 @@ def _reduce(call: str, comm: Any, x: Any, op: Any, out: Any, algorithm: Any, str
         )
     if algorithm is None:
         algorithm = _fitting(call, operation, getattr(x, "nbytes", 0))
-    schedule = _schedule(call, algorithm, comm.size)
-    operation.check_schedule(schedule)
-    return run(schedule, comm, x, out, operation.function, stream=stream)
+    return run(_schedule(call, algorithm, comm.size), comm, x, out, operation, stream=stream)
 
 
 def _fitting(call: str, op: Operation, nbytes: int) -> str:
@@ -192,11 +240,15 @@ def _check_order(op: Operation, schedule: Schedule) -> None:
 def adasum(a: Any, b: Any) -> Any:
     """Two gradients added as far as they say different things: orthogonal ones whole, equal ones averaged.
 
-    a (1 - a.b / 2|a|^2) + b (1 - a.b / 2|b|^2), with products in float64 (complex: no). Swapping a and b
-    changes no bit. Source: S. Maleki et al., "Scaling distributed training with adaptive summation", MLSys
-    2021, arXiv:2006.02924.
+    a (1 - a.b / 2|a|^2) + b (1 - a.b / 2|b|^2), with products in float64, of floats of one dtype (`TAKES`).
+    Swapping a and b changes no bit. Source: S. Maleki et al., "Scaling distributed training with adaptive
+    summation", MLSys 2021, arXiv:2006.02924.
     """
-    xp = _arrays_of(a)
+    xp = _module("adasum", "a", a)
+    if _module("adasum", "b", b) is not xp or (a.shape, a.dtype) != (b.shape, b.dtype):
+        raise InvalidArgumentError(
+            f"adasum: a is {a.dtype}, shape {a.shape}, and b {b.dtype}, shape {b.shape}; pass two alike"
+        )
     wide_a, wide_b = a.astype("float64").ravel(), b.astype("float64").ravel()
     product, square_a, square_b = (wide_a * wide_b).sum(), (wide_a * wide_a).sum(), (wide_b * wide_b).sum()
     # Nothing to share with nothing: where one is zero so is the product.
@@ -205,7 +257,7 @@ def adasum(a: Any, b: Any) -> Any:
     return (share_a * wide_a + share_b * wide_b).reshape(a.shape).astype(a.dtype)
 
 
-ADASUM = Operation(adasum, whole=True)
+ADASUM = Operation(adasum, whole=True, dtypes=TAKES["adasum"][0])
 """`adasum` for `all_reduce`, along the pairs of a butterfly. One array is one vector: a call a layer."""
 
 
@@ -224,9 +276,9 @@ def moments(comm: Any, x: Any) -> Moments:
     """Mean and variance over the samples of all ranks, axis 0 of ``x`` (k, ...); k may differ, and be 0.
 
     Each rank's are computed alone, in float64, and merged, so no difference of large sums loses digits as in
-    E[x^2] - E[x]^2. With no sample at all both are NaN.
+    E[x^2] - E[x]^2. ``x`` holds booleans, integers or floats (`TAKES`). With no sample at all both are NaN.
     """
-    xp = _arrays_of(x)
+    xp = _module("moments", "x", x)
     if x.ndim < 1:
         raise InvalidArgumentError("moments: x has no axis of samples; pass an array of shape (k, ...)")
     k, shape = x.shape[0], x.shape[1:]
@@ -251,7 +303,7 @@ def merge_moments(a: Any, b: Any) -> Any:
     Source: T. Chan, G. Golub and R. LeVeque, "Updating formulae and a pairwise algorithm for computing sample
     variances", 1979, which is B. Welford's update for two sets.
     """
-    xp, k = _arrays_of(a), a.size // 3
+    xp, k = _module("merge_moments", "a", a), a.size // 3
     out = a.copy()
     (count_a, mean_a, square_a), (count_b, mean_b, square_b) = (
         (s[:k], s[k : 2 * k], s[2 * k : 3 * k]) for s in (a, b)
@@ -266,7 +318,7 @@ def merge_moments(a: Any, b: Any) -> Any:
     return out
 
 
-MOMENTS = Operation(merge_moments, whole=True)
+MOMENTS = Operation(merge_moments, whole=True, dtypes=TAKES["merge_moments"][0], rows=3)
 """`merge_moments` for `all_reduce`, on flat float64 arrays."""
 
 
@@ -276,9 +328,9 @@ MOMENTS = Operation(merge_moments, whole=True)
 def arg_max(comm: Any, x: Any, index: Any = None) -> tuple[Any, Any]:
     """The largest value of each element over all ranks, and where it is: its rank, or its ``index``.
 
-    ``x`` holds floats or integers of up to 64 bits (not uint64); ``index`` (of x's shape) integers. Returns
-    (values, int64 indices), of x's shape. Of equal values the one with the lowest index wins; NaN loses to
-    any number.
+    ``x`` holds booleans, integers or floats (`TAKES`: not uint64); ``index`` (of x's shape) integers that fit
+    int64. Returns (values, int64 indices), of x's shape. Of equal values the one with the lowest index wins;
+    NaN loses to any number.
     """
     return _extreme("arg_max", comm, x, index, sign=1)
 
@@ -289,15 +341,15 @@ def arg_min(comm: Any, x: Any, index: Any = None) -> tuple[Any, Any]:
 
 
 def _extreme(call: str, comm: Any, x: Any, index: Any, *, sign: int) -> tuple[Any, Any]:
-    xp = _arrays_of(x)
-    kind = x.dtype.kind
-    wide = "int64" if kind in "ib" or (kind == "u" and x.dtype.itemsize < 8) else "float64"
-    if x.dtype.name not in _EXTREMES:
-        raise InvalidArgumentError(f"{call}: no order is known of {x.dtype}; cast x to float64 or int64")
-    if index is not None and (index.shape != x.shape or index.dtype.kind not in "iu"):
-        raise InvalidArgumentError(
-            f"{call}: index is {index.dtype} of shape {index.shape}; pass integers of x's shape {x.shape}"
-        )
+    xp = _module(call, "x", x)
+    if index is not None:
+        known = view(call, "index", index).element.name
+        if index.shape != x.shape or known not in _INTEGERS - {"bool"} or type(index) is not type(x):
+            raise InvalidArgumentError(
+                f"{call}: index is {known} of shape {index.shape}; pass integers (not uint64) of x's shape "
+                f"{x.shape} and kind, {type(x).__name__}"
+            )
+    wide = "int64" if x.dtype.name in _INTEGERS else "float64"
     pairs = xp.empty((2, x.size), "int64")
     pairs[0] = xp.ascontiguousarray(x).reshape(-1).astype(wide).view("int64")
     pairs[1] = comm.rank if index is None else index.reshape(-1)
@@ -305,14 +357,9 @@ def _extreme(call: str, comm: Any, x: Any, index: Any, *, sign: int) -> tuple[An
     return pairs[0].view(wide).astype(x.dtype).reshape(x.shape), pairs[1].reshape(x.shape)
 
 
-_EXTREMES = frozenset(
-    "bool int8 uint8 int16 uint16 int32 uint32 int64 float16 bfloat16 float32 float64".split()
-)
-
-
 def _better(wide: str, sign: int) -> Operation:
     def better_pairs(a: Any, b: Any) -> Any:
-        k = a.size // 2
+        xp, k = _module("better_pairs", "a", a), a.size // 2
         value_a, value_b = a[:k].view(wide), b[:k].view(wide)
         at_a, at_b = a[k : 2 * k], b[k : 2 * k]
         nan_a, nan_b = value_a != value_a, value_b != value_b
@@ -321,17 +368,29 @@ def _better(wide: str, sign: int) -> Operation:
         first = more | (nan_b & ~nan_a) | (tie & (at_a < at_b))
         out = b.copy()
         for part in (slice(0, k), slice(k, 2 * k)):
-            out[part] = _arrays_of(a).where(first, a[part], b[part])
+            out[part] = xp.where(first, a[part], b[part])
         return out
 
-    return Operation(better_pairs, whole=True)
+    return Operation(better_pairs, whole=True, dtypes=TAKES["better_pairs"][0], rows=2)
 
 
 _PAIRS = {(wide, sign): _better(wide, sign) for wide in ("int64", "float64") for sign in (1, -1)}
 
 
-def _arrays_of(x: Any) -> Any:
-    """NumPy or CuPy, whichever made x."""
-    return (
-        importlib.import_module(type(x).__module__.partition(".")[0]) if not isinstance(x, np.ndarray) else np
-    )
+def _module(call: str, role: str, x: Any) -> Any:
+    """NumPy or CuPy, whichever made x; an error that says what ``call`` takes for anything else."""
+    buffer, (dtypes, remedy) = view(call, role, x), TAKES[call]
+    if buffer.home.name not in ("NumPy", "CuPy") or buffer.keep is not x:
+        raise TypeError(
+            f"{call}: {role} is {type(x).__name__}, and what computes with it are NumPy and CuPy; pass "
+            f"np.asarray({role}), or cupy.asarray of one on a GPU"
+        )
+    if buffer.element.name not in dtypes:
+        raise InvalidArgumentError(
+            f"{call}: {role} is {buffer.element.name}; it takes {', '.join(sorted(dtypes))}; {remedy}"
+        )
+    return np if buffer.home.name == "NumPy" else importlib.import_module("cupy")
+
+
+def _remedy(name: str) -> str:
+    return TAKES[name][1] if name in TAKES else "cast x"
