@@ -99,7 +99,8 @@ class Stream:
         """Call ``fn()`` in the stream's thread, after the work queued so far and before what is queued later.
 
         Its result is dropped. What it raises is raised by ``synchronize`` (or ``close``); work queued behind
-        it runs all the same, as after any error. ``fn`` must not wait for its own stream.
+        it runs all the same, as after any error that does not end the work's communicator. ``fn`` must not
+        wait for its own stream.
 
         >>> done = []                                              # doctest: +SKIP
         >>> stream.call(lambda: done.append(time.perf_counter()))  # doctest: +SKIP

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pickle
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,12 +23,11 @@ from pynccl.collectives import (
     Fault,
     Kind,
     Schedule,
-    algorithms,
     compile,
     generate,
     run,
 )
-from pynccl.collectives.rounds import messages, rounds
+from pynccl.collectives.rounds import messages
 from pynccl.collectives.selftest import Tally, schedules, test_schedule
 from pynccl.testing import run_ranks
 
@@ -519,103 +516,3 @@ def test_a_sum_of_multiples_that_does_not_fit_is_refused_before_anything_is_sent
         np.testing.assert_array_equal(comm.all_reduce(x.copy(), algorithm="pynccl:ring"), 2 * x)
 
     everywhere(2, rank)
-
-
-# --- a rank that fails midway -------------------------------------------------------------------------------
-
-
-REDUCING = [(name, call) for call in ("all_reduce", "reduce_scatter") for name in algorithms(call)]
-
-
-def outcomes(comm: Any, schedule: Schedule, failing: Any, sizes: tuple[int, ...] = (6, 6, 6)) -> list[str]:
-    """What becomes of calls one after the other, the first with ``failing``, in a program that goes on."""
-    results = []
-    for call, size in enumerate(sizes):
-        x, out = np.full(size * comm.size, 10.0 ** (call + 1)), np.zeros(size * comm.size)
-        if schedule.collective == "reduce_scatter":
-            out = out[:size]
-        try:
-            run(schedule, comm, x, out, failing if call == 0 else np.add)
-        except BaseException as error:
-            results.append(f"{type(error).__name__}: {error}")
-        else:
-            results.append("right" if (out == comm.size * 10.0 ** (call + 1)).all() else f"wrong: {out}")
-    return results
-
-
-@pytest.mark.parametrize("raised", [FloatingPointError, KeyboardInterrupt])
-@pytest.mark.parametrize(("name", "collective"), REDUCING)
-def test_an_op_that_raises_on_one_rank_ends_the_communicator_and_nothing_is_wrong(
-    name: str, collective: str, raised: type[BaseException]
-) -> None:
-    n = 4
-    schedule = generate(name, n, collective=collective)
-    first = next(
-        r for r in range(n) if any(k[0] != Kind.COPY for one in rounds(schedule, r) for k in one.local)
-    )
-
-    def rank(comm: Any) -> list[str]:
-        def op(a: Any, b: Any) -> Any:
-            if comm.rank == first and a.max() > 5:  # not of the zeros that it is tried on
-                raise raised("not these numbers")
-            return a + b
-
-        return outcomes(comm, schedule, op)
-
-    results = run_ranks(n, rank, library="host", timeout=30)
-    assert results[first][0].startswith(f"{raised.__name__}: not these numbers")
-    assert all("was revoked" in result for result in results[first][1:])
-    for number, (one, *others) in enumerate(results):
-        if number != first:
-            assert one == "right" or (one.startswith("RemoteError") and f"rank {first} has" in one)
-            assert all(result.startswith("RemoteError") for result in others)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        (
-            lambda a, b: a[:1] + b[:1],
-            r"shape \(1,\) of two arrays of float64, shape \(6,\); it must keep both",
-        ),
-        (lambda a, b: (a + b).astype(np.float32), "op gave float32.* it must keep both"),
-        (lambda a, b: a + b if len(a) == 1 else a / "", "does not work on float64"),
-    ],
-    ids=["shape", "dtype", "raises"],
-)
-@pytest.mark.parametrize("which", ["one", "all"])
-def test_a_function_that_cannot_be_is_refused_before_anything_is_sent(
-    wrong: Any, words: str, which: str
-) -> None:
-    def rank(comm: Any) -> list[str]:
-        fails = which == "all" or comm.rank == 0
-        return outcomes(comm, generate("ring", 3), wrong if fails else lambda a, b: a + b)
-
-    results = run_ranks(3, rank, library="host", timeout=30)
-    for number, (one, *others) in enumerate(results):
-        if which == "all" or number == 0:
-            assert re.search(words, one) and all("was revoked" in result for result in others)
-        else:
-            assert all(result.startswith("RemoteError") for result in (one, *others))
-
-
-def test_what_a_function_raises_on_a_stream_is_raised_by_synchronize_and_the_others_cannot_go_on() -> None:
-    def rank(comm: Any) -> None:
-        def picky(a: Any, b: Any) -> Any:
-            if comm.rank == 1 and a.max() > 0:
-                raise RuntimeError("not like this")
-            return a + b
-
-        stream = pynccl.Stream(comm.library)
-        comm.all_reduce(np.ones(1001), op=picky, stream=stream, algorithm="pynccl:ring")
-        if comm.rank == 1:
-            with pytest.raises(RuntimeError, match="not like this"):
-                stream.synchronize()
-        else:  # messages that were queued may have come, so that this is no error yet
-            with contextlib.suppress(pynccl.RemoteError):
-                stream.synchronize()
-        with pytest.raises(pynccl.NcclError, match="revoked" if comm.rank == 1 else "rank 1 has"):
-            comm.all_reduce(np.ones(2))
-        stream.close()
-
-    run_ranks(3, rank, library="host", timeout=30)

@@ -67,8 +67,7 @@ def run(
     later in the run, Ctrl-C too, ends the communicator: in host memory it is revoked, so the other ranks get
     RemoteError, which names this one, in this call or the next; elsewhere it is aborted on this rank. On a
     host stream the reductions happen in the stream's thread, and what a function raises there is raised by
-    ``synchronize``, as with ``Stream.call``. Messages queued behind it still go, so this call's result may be
-    void on the other ranks, which then get RemoteError in the next.
+    ``synchronize``, as with ``Stream.call``; what is queued on ``comm`` behind it does not begin any more.
     """
     return execute(check_call(schedule, comm, x, out, op, unchecked=unchecked), comm, stream)
 

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pynccl.abi.enums import Result
 from pynccl.abi.errors import NcclError, RemoteError
 
 __all__ = ["Queued", "ends_on_failure"]
@@ -62,12 +63,19 @@ class Queued:
                 return
             with ends_on_failure(self._comm, self._call):
                 try:
+                    self._check_health()
                     fn()
                 except BaseException:
                     self._failed = True  # before the communicator begins to refuse
                     raise
 
         self._stream.call(work)
+
+    def _check_health(self) -> None:
+        """What has come by a communicator that failed is void, and no function of a user's should see it."""
+        state = self._comm._poll(self._call)
+        if state not in (Result.SUCCESS, Result.IN_PROGRESS):
+            self._comm._fail(state, self._call)
 
     def __enter__(self) -> None:
         pass

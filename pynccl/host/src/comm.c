@@ -68,6 +68,18 @@ void comm_free(struct ncclComm *comm) {
 
 /* ---- entering, leaving, breaking ------------------------------------------------------------------------------------------------- */
 
+ncclResult_t comm_check(struct ncclComm *comm, const char *call) {
+  const int state = atomic_load_explicit(&comm->state, memory_order_acquire);
+  if (state == ncclInProgress)
+    return fail(comm, ncclInvalidUsage, "%s: the communicator is still being made; poll ncclCommGetAsyncError until it is not ncclInProgress", call);
+  if (state != ncclSuccess)
+    return fail(NULL, (ncclResult_t)state, "%s: the communicator is broken since an earlier failure (%s); abort it", call, ncclGetLastError(comm));
+  const bool aborted = atomic_load_explicit(&comm->abort, memory_order_acquire);
+  if (aborted || atomic_load_explicit(&comm->revoked, memory_order_acquire))
+    return fail(comm, ncclInvalidUsage, "%s: the communicator was %s", call, aborted ? "aborted" : "revoked");
+  return ncclSuccess;
+}
+
 struct ncclComm *comm_enter(ncclComm_t comm, const char *call, bool need_healthy, ncclResult_t *code) {
   if (comm == NULL) {
     *code = fail(NULL, ncclInvalidArgument, "%s: the communicator is NULL", call);
@@ -85,16 +97,9 @@ struct ncclComm *comm_enter(ncclComm_t comm, const char *call, bool need_healthy
                  "%s: this communicator was made before fork() and belongs to the parent process; make a new one in the child", call);
     return NULL;
   }
-  *code = ncclSuccess;
-  if (!need_healthy) return comm;
-  const int state = atomic_load_explicit(&comm->state, memory_order_acquire);
-  if (state == ncclInProgress)
-    *code = fail(comm, ncclInvalidUsage, "%s: the communicator is still being made; poll ncclCommGetAsyncError until it is not ncclInProgress", call);
-  else if (state != ncclSuccess)
-    *code = fail(NULL, (ncclResult_t)state, "%s: the communicator is broken since an earlier failure (%s); abort it", call, ncclGetLastError(comm));
-  else if (atomic_load(&comm->abort) || atomic_load(&comm->revoked) || atomic_load(&comm->finalized))
-    *code = fail(comm, ncclInvalidUsage, "%s: the communicator was %s", call,
-                 comm->abort ? "aborted" : comm->revoked ? "revoked" : "finalized");
+  *code = need_healthy ? comm_check(comm, call) : ncclSuccess;
+  if (need_healthy && *code == ncclSuccess && atomic_load(&comm->finalized))
+    *code = fail(comm, ncclInvalidUsage, "%s: the communicator was finalized", call);
   if (*code == ncclSuccess) return comm;
   atomic_fetch_sub(&comm->users, 1);
   return NULL;

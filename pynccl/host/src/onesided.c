@@ -247,6 +247,7 @@ enum progress put_progress(struct op *op) {
 enum progress wait_signal_progress(struct op *op) {
   struct ncclComm *comm = op->comm;
   bool moved = false;
+  op->phase = RUNNING;
   for (; op->scan < op->nsignals; op->scan++, moved = true) {
     const ncclWaitSignalDesc_t *want = &op->signals[op->scan];
     const uint64_t have = atomic_load_explicit(&signals_of(comm, want->peer, comm->rank)->count[want->ctx][want->sigIdx], memory_order_acquire);

@@ -194,6 +194,15 @@ static ncclResult_t look(struct op *op, double time, bool ask_kernel) {
   return ncclSuccess;
 }
 
+/* An operation begins here, perhaps long after it was called: its communicator may have ended meanwhile. */
+static enum progress advance(struct op *op) {
+  if (op->phase == QUEUED) {
+    const ncclResult_t code = comm_check(op->comm, kinds[op->kind].name);
+    if (code != ncclSuccess) return op_finish(op, code);
+  }
+  return kinds[op->kind].progress(op);
+}
+
 struct patience { /* how long this wait has gone without progress */
   unsigned rounds;
   double start, looked, asked, interrupt;
@@ -225,7 +234,7 @@ ncclResult_t run(struct op **ops, int n, bool interruptible) {
     for (int i = 0; i < n; i++) {
       struct op *op = ops[i];
       if (op->phase == COMPLETE) continue;
-      const enum progress progress = kinds[op->kind].progress(op);
+      const enum progress progress = advance(op);
       moved = moved || progress != WAITING;
       if (progress == MOVED) op->since = 0;
       if (op->phase == COMPLETE) {

@@ -1,0 +1,137 @@
+"""A rank that fails within a run: the communicator ends for all of them, and no result is wrong."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pynccl
+from pynccl.collectives import Kind, Schedule, algorithms, generate, run
+from pynccl.collectives.rounds import rounds
+from pynccl.testing import run_ranks
+
+REDUCING = [(name, call) for call in ("all_reduce", "reduce_scatter") for name in algorithms(call)]
+
+
+def first_to_reduce(schedule: Schedule) -> int:
+    """The first rank that calls the operation at all."""
+    return next(
+        r
+        for r in range(schedule.n)
+        if any(step[0] != Kind.COPY for one in rounds(schedule, r) for step in one.local)
+    )
+
+
+def outcomes(comm: Any, schedule: Schedule, failing: Any, sizes: tuple[int, ...] = (6, 6, 6)) -> list[str]:
+    """What becomes of calls one after the other, the first with ``failing``, in a program that goes on."""
+    results = []
+    for call, size in enumerate(sizes):
+        x, out = np.full(size * comm.size, 10.0 ** (call + 1)), np.zeros(size * comm.size)
+        if schedule.collective == "reduce_scatter":
+            out = out[:size]
+        try:
+            run(schedule, comm, x, out, failing if call == 0 else np.add)
+        except BaseException as error:
+            results.append(f"{type(error).__name__}: {error}")
+        else:
+            results.append("right" if (out == comm.size * 10.0 ** (call + 1)).all() else f"wrong: {out}")
+    return results
+
+
+@pytest.mark.parametrize("raised", [FloatingPointError, KeyboardInterrupt])
+@pytest.mark.parametrize(("name", "collective"), REDUCING)
+def test_an_op_that_raises_on_one_rank_ends_the_communicator_and_nothing_is_wrong(
+    name: str, collective: str, raised: type[BaseException]
+) -> None:
+    n = 4
+    schedule = generate(name, n, collective=collective)
+    first = first_to_reduce(schedule)
+
+    def rank(comm: Any) -> list[str]:
+        def op(a: Any, b: Any) -> Any:
+            if comm.rank == first and a.max() > 5:  # not of the zeros that it is tried on
+                raise raised("not these numbers")
+            return a + b
+
+        return outcomes(comm, schedule, op)
+
+    results = run_ranks(n, rank, library="host", timeout=30)
+    assert results[first][0].startswith(f"{raised.__name__}: not these numbers")
+    assert all("was revoked" in result for result in results[first][1:])
+    for number, (one, *others) in enumerate(results):
+        if number != first:
+            assert one == "right" or (one.startswith("RemoteError") and f"rank {first} has" in one)
+            assert all(result.startswith("RemoteError") for result in others)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (
+            lambda a, b: a[:1] + b[:1],
+            r"shape \(1,\) of two arrays of float64, shape \(6,\); it must keep both",
+        ),
+        (lambda a, b: (a + b).astype(np.float32), "op gave float32.* it must keep both"),
+        (lambda a, b: a + b if len(a) == 1 else a / "", "does not work on float64"),
+    ],
+    ids=["shape", "dtype", "raises"],
+)
+@pytest.mark.parametrize("which", ["one", "all"])
+def test_a_function_that_cannot_be_is_refused_before_anything_is_sent(
+    wrong: Any, words: str, which: str
+) -> None:
+    def rank(comm: Any) -> list[str]:
+        fails = which == "all" or comm.rank == 0
+        return outcomes(comm, generate("ring", 3), wrong if fails else lambda a, b: a + b)
+
+    results = run_ranks(3, rank, library="host", timeout=30)
+    for number, (one, *others) in enumerate(results):
+        if which == "all" or number == 0:
+            assert re.search(words, one) and all("was revoked" in result for result in others)
+        else:
+            assert all(result.startswith("RemoteError") for result in (one, *others))
+
+
+@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("name", ["ring", "tree", "halving_doubling"])
+def test_what_a_function_raises_on_a_stream_is_raised_by_synchronize_and_nothing_void_is_taken(
+    name: str, n: int
+) -> None:
+    """Three calls are queued at once, and the function fails in the second: whose inputs are void then?"""
+    schedule = generate(name, n)
+    first = first_to_reduce(schedule)
+
+    def rank(comm: Any) -> tuple[str, list[bool]]:
+        def picky(a: Any, b: Any) -> Any:
+            if comm.rank == first and a.max() >= 10:
+                raise FloatingPointError("not like this")
+            assert a.min() == a.max() and b.min() == b.max(), "called with what a failed message left behind"
+            return a + b
+
+        stream = pynccl.Stream(comm.library)
+        results = [np.full(1001, 10.0**call) for call in range(3)]
+        errors: list[Exception] = []
+        for x in results:
+            try:
+                run(schedule, comm, x, op=picky, stream=stream)
+            except pynccl.NcclError as error:  # it failed already
+                errors.append(error)
+        try:
+            stream.synchronize()
+        except Exception as error:
+            errors.insert(0, error)
+        with pytest.raises(pynccl.NcclError, match="revoked" if comm.rank == first else f"rank {first} has"):
+            comm.all_reduce(np.ones(2))
+        stream.close()
+        right = [x.tolist() == [n * 10.0**call] * 1001 for call, x in enumerate(results)]
+        return f"{type(errors[0]).__name__}: {errors[0]}", right
+
+    for number, (error, right) in enumerate(run_ranks(n, rank, library="host", timeout=30)):
+        assert not right[2]
+        if number == first:
+            assert right[0] and error == "FloatingPointError: not like this"
+        else:
+            assert error.startswith("RemoteError") and f"rank {first} has" in error
