@@ -8,7 +8,8 @@
     return b.build()
 
 Ranks, peers, chunks and rounds are integers or arrays of them, which broadcast; a 33-rank schedule written
-with integers in plain loops is as good. Owns nothing of a schedule's meaning: see `schedule.py`.
+with integers in plain loops is as good. What is neither is a ValueError where it is given. Owns nothing of a
+schedule's meaning: see `schedule.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from pynccl.collectives.form import check_head, is_whole, said
 from pynccl.collectives.schedule import COLUMNS, Array, Buffer, Kind, Schedule
 from pynccl.collectives.sorting import stable_order
 
@@ -40,18 +42,74 @@ class Spans:
 
 def spans(buffer: Buffer, index: Any) -> Spans:
     """What `buffer[index]` means: a chunk, or from:to (step 1) for consecutive chunks."""
-    if not isinstance(index, slice):
-        return Spans(buffer, index)
-    if index.step is not None or index.start is None or index.stop is None:
-        raise ValueError(f"{buffer.name}[...]: a span is from:to, with both ends and no step")
-    return Spans(buffer, index.start, np.subtract(index.stop, index.start))
+    try:
+        if not isinstance(index, slice):
+            return Spans(buffer, _whole(index))
+        if index.step is not None or index.start is None or index.stop is None:
+            raise ValueError("is no span; a span is from:to, with both ends and no step")
+        start, stop = _whole(index.start), _whole(index.stop)
+        return Spans(buffer, start, stop - start)
+    except ValueError as error:
+        raise ValueError(f"{buffer.name}[...] {error}") from None
 
 
 def choose(condition: Any, yes: Spans, no: Spans) -> Spans:
     """`yes` where the condition (a boolean, or an array over ranks) holds, `no` elsewhere."""
-    return Spans(
-        *(np.where(condition, getattr(yes, f), getattr(no, f)) for f in ("buffer", "chunk", "chunks"))
-    )
+    _check_span("choose: yes", yes)
+    _check_span("choose: no", no)
+    return Spans(*(np.where(condition, getattr(yes, field), getattr(no, field)) for field in _SPAN))
+
+
+_LIMITS = np.iinfo(np.int32)  # of the columns
+
+
+def _whole(value: Any) -> Any:
+    """The value, if it is a whole number that fits a column; an array, if it is an array or list of them."""
+    if isinstance(value, int) and is_whole(type(value)):
+        low = high = int(value)
+    else:
+        given, value = value, np.asarray(value)
+        if not value.size and value.dtype.kind == "f":  # an empty list
+            return value.astype(np.int64)
+        # Of a tuple not: OUT[0, 1] looks like two chunks, and would be one of each of two ranks.
+        if value.dtype.kind not in "iu" or isinstance(given, tuple):
+            raise ValueError(f"is {said(given)}; take a whole number, or an array of them")
+        if not value.size:
+            return value
+        low, high = np.minimum.reduce(value, None), np.maximum.reduce(value, None)
+    if low < _LIMITS.min or high > _LIMITS.max:
+        raise ValueError(f"is {said(value)}; take numbers from {_LIMITS.min} to {_LIMITS.max}")
+    return value
+
+
+def _flags(value: Any) -> Any:
+    """The value, if it is a truth value; an array, if it is an array or list of them."""
+    if isinstance(value, bool):
+        return value
+    given, value = value, np.asarray(value)
+    if value.size and value.dtype.kind != "b":
+        raise ValueError(f"is {said(given)}; take True or False, or an array of them")
+    return value.astype(bool)
+
+
+def _check_span(what: str, given: Any) -> None:
+    if isinstance(given, Buffer):
+        name = given.name
+        raise ValueError(f"{what} is {name}; write {name}[0] for its first chunk, {name}[0:2] for two")
+    if not isinstance(given, Spans):
+        raise ValueError(f"{what} is {said(given)}; take a span such as OUT[0] or SCRATCH[0:2]")
+
+
+def _check_lengths(what: str, src: Any, dst: Any) -> None:
+    """ValueError unless two spans, or arrays of spans, are as long as each other."""
+    if isinstance(src, int) and isinstance(dst, int):
+        differ = src != dst
+    else:
+        differ = bool((np.asarray(src) != np.asarray(dst)).any())
+    if differ:
+        raise ValueError(
+            f"{what}: src has {said(src)} chunks and dst {said(dst)}; take spans of equal lengths"
+        )
 
 
 class Builder:
@@ -64,11 +122,14 @@ class Builder:
     def __init__(
         self, name: str, collective: str, n: int, *, parts: int = 1, root: int = 0, **fields: Any
     ) -> None:
-        """`fields`: deterministic, in_place, params of the `Schedule`."""
-        self.n = n
-        self.ranks: Array = np.arange(n)
+        """`fields`: deterministic, in_place, params of the `Schedule`; ValueError for what that refuses."""
+        if "scratch_chunks" in fields:
+            raise ValueError("Builder: leave out scratch_chunks; SCRATCH grows to what is used")
+        head = {"name": name, "collective": collective, "n": n, "parts": parts, "root": root, **fields}
+        self._head = check_head("Builder", head)
+        self.n: int = self._head["n"]
+        self.ranks: Array = np.arange(self.n)
         self.round = 0
-        self._head = {"name": name, "collective": collective, "n": n, "parts": parts, "root": root, **fields}
         self._last = -1  # the last round that has steps
         self._rank_of: list[Array] = []
         self._rows: list[Array] = []
@@ -106,6 +167,9 @@ class Builder:
         `reduce=True`: dst = dst op message; `reduce=span`: dst = span op message, with the span the target's
         own.
         """
+        for what, given in (("src", src), ("dst", dst)):
+            _check_span(f"{self._head['name']}: move: {what}", given)
+        _check_lengths(f"{self._head['name']}: move", src.chunks, dst.chunks)
         self.send(source, target, src, channel=channel, round=round)
         self.recv(target, source, dst, reduce=reduce, left=left, channel=channel, round=round)
 
@@ -129,6 +193,7 @@ class Builder:
             self._add(Kind.RECV, rank, peer, None, dst, channel=channel, round=round)
         else:
             src = dst if reduce is True else reduce
+            _check_span(f"{self._head['name']}: recv: reduce", src)
             self._add(Kind.RECV_REDUCE, rank, peer, src, dst, left=left, channel=channel, round=round)
 
     def copy(self, rank: Any, src: Spans, dst: Spans, *, round: Any = None) -> None:
@@ -151,22 +216,33 @@ class Builder:
         channel: Any = 0,
         round: Any = None,
     ) -> None:
-        some = dst if src is None else src
-        assert some is not None
         values: dict[str, Any] = {
-            "kind": int(kind),
+            "rank": rank,
             "left": left,
             "channel": channel,
             "round": self.round if round is None else round,
             "peer": peer,
-            "chunks": some.chunks,
-            "src_buffer": -1 if src is None else src.buffer,
-            "src_chunk": 0 if src is None else src.chunk,
-            "dst_buffer": -1 if dst is None else dst.buffer,
-            "dst_chunk": 0 if dst is None else dst.chunk,
+            "src_buffer": -1,
+            "src_chunk": 0,
+            "dst_buffer": -1,
+            "dst_chunk": 0,
         }
-        shape = np.broadcast_shapes(np.shape(rank), *(np.shape(value) for value in values.values()))
+        call = f"{self._head['name']}: {_CALLS[kind]}"
+        for end, span in (("src", src), ("dst", dst)):
+            if kind != {"src": Kind.RECV, "dst": Kind.SEND}[end]:
+                _check_span(f"{call}: {end}", span)
+                values.update({f"{end}_{field}": getattr(span, field) for field in _SPAN})
+        for name, value in values.items():
+            try:
+                values[name] = (_flags if name == "left" else _whole)(value)
+            except ValueError as error:
+                raise ValueError(f"{call}: {name} {error}") from None
+        shape = _shape(call, values)
+        lengths = [values.pop(f"{end}_chunks") for end in ("src", "dst") if f"{end}_chunks" in values]
+        _check_lengths(call, lengths[0], lengths[-1])
         rows = np.empty(shape, dtype=COLUMNS)
+        rows["kind"], rows["chunks"] = kind, lengths[0]
+        rank = values.pop("rank")
         for name, value in values.items():
             rows[name] = value
         self._last = max(self._last, int(np.max(values["round"])) if rows.size else -1)
@@ -186,9 +262,38 @@ class Builder:
         return Schedule(columns=columns, first=first, scratch_chunks=_scratch(rows), **self._head)
 
 
+_SPAN = ("buffer", "chunk", "chunks")
+_CALLS = {
+    Kind.SEND: "send",
+    Kind.RECV: "recv",
+    Kind.RECV_REDUCE: "recv",
+    Kind.COPY: "copy",
+    Kind.REDUCE: "reduce",
+}
+
+
+def _shape(call: str, values: dict[str, Any]) -> tuple[int, ...]:
+    """The shape of all values together; ValueError if they do not broadcast."""
+    shapes = {name: value.shape for name, value in values.items() if isinstance(value, np.ndarray)}
+    distinct = set(shapes.values())
+    if len(distinct) <= 1:
+        return distinct.pop() if distinct else ()
+    try:
+        return np.broadcast_shapes(*distinct)
+    except ValueError:
+        said_ = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(
+            f"{call}: arrays of different lengths: {said_}; take one value for each rank"
+        ) from None
+
+
 def _scratch(rows: Array) -> int:
     ends = [
-        int((rows[f"{end}_chunk"] + rows["chunks"])[rows[f"{end}_buffer"] == SCRATCH].max(initial=0))
+        int(
+            (rows[f"{end}_chunk"].astype(np.int64) + rows["chunks"])[rows[f"{end}_buffer"] == SCRATCH].max(
+                initial=0
+            )
+        )
         for end in ("src", "dst")
     ]
     return max(ends)
