@@ -126,7 +126,7 @@ class Builder:
         if "scratch_chunks" in fields:
             raise ValueError("Builder: leave out scratch_chunks; SCRATCH grows to what is used")
         head = {"name": name, "collective": collective, "n": n, "parts": parts, "root": root, **fields}
-        self._head = check_head("Builder", head)
+        self._head = check_head(f"Builder({said(name)})", head)
         self.n: int = self._head["n"]
         self.ranks: Array = np.arange(self.n)
         self.round = 0
