@@ -60,6 +60,17 @@ SCENE(freeing_what_is_not_a_live_block_is_an_error) {
   FAILS(heap_free(a), ncclInvalidArgument, "was it freed before?");
 }
 
+SCENE(large_blocks_begin_with_a_huge_page_and_small_ones_fill_the_gaps) {
+  char *small = alloc(4096), *large = alloc(2 * HUGE_PAGE + 4096), *other = alloc(HUGE_PAGE), *gap = alloc(4096);
+  CHECK((uintptr_t)heap_base() % HUGE_PAGE == 0 && small == heap_base());
+  CHECK(heap_offset(large, 1) == HUGE_PAGE && heap_offset(other, 1) == 4 * HUGE_PAGE && gap == small + 4096);
+  memset(large, 7, 2 * HUGE_PAGE + 4096);
+  CHECK(heap_free(large) == ncclSuccess && memory_behind() == HUGE_PAGE + 2 * 4096);
+  large = alloc(2 * HUGE_PAGE);
+  CHECK(heap_offset(large, 1) == HUGE_PAGE);
+  for (size_t i = 0; i < 2 * HUGE_PAGE; i += 1000) CHECK(large[i] == 0);
+}
+
 SCENE(a_heap_without_room_is_an_error_with_the_sizes) {
   void *pointer = &pointer;
   size_t offset;

@@ -30,14 +30,14 @@ static int sealed_memfd(void) {
 
 SCENE(more_than_the_machines_memory_is_refused_before_taking_any) {
   int fd = sealed_memfd();
-  FAILS(reserve(fd, 0, (size_t)1 << 45, "a test"), ncclSystemError, "a test needs 33554432.0 MiB of shared memory, ");
+  FAILS(reserve(fd, NULL, 0, (size_t)1 << 45, "a test"), ncclSystemError, "a test needs 33554432.0 MiB of shared memory, ");
   CHECK(strstr(thread_error(), " MiB available; use fewer ranks"));
   close(fd);
 }
 
 SCENE(memory_that_the_system_refuses_is_an_error_in_words) {
   int fd = sealed_memfd();
-  FAILS(reserve(fd, 0, 8192, "a test"), ncclSystemError, "of which the system gave 0.0 MiB: Operation not permitted");
+  FAILS(reserve(fd, NULL, 0, 8192, "a test"), ncclSystemError, "of which the system gave 0.0 MiB: Operation not permitted");
   close(fd);
 }
 

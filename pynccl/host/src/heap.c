@@ -59,7 +59,7 @@ ncclResult_t heap_alloc(void **pointer, size_t bytes) {
 
   /* Not under the lock: it takes a second for a few GiB. The block is ours already. */
   char *base = atomic_load(&own_base);
-  result = reserve(atomic_load(&own_fd), offset, bytes, "ncclMemAlloc");
+  result = reserve(atomic_load(&own_fd), base, offset, bytes, "ncclMemAlloc");
   if (result == ncclSuccess) {
     *pointer = base + offset;
   } else {
@@ -124,10 +124,7 @@ char *heap_map_peer(pid_t pid, int fd, size_t span) {
   snprintf(path, sizeof path, "/proc/%d/fd/%d", (int)pid, fd);
   int own = open(path, O_RDWR | O_CLOEXEC);
   if (own < 0) return NULL;
-  if (fstat(own, &stat) == 0 && S_ISREG(stat.st_mode) && (uint64_t)stat.st_size == span) {
-    base = mmap(NULL, span, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, own, 0);
-    if (base == MAP_FAILED) base = NULL;
-  }
+  if (fstat(own, &stat) == 0 && S_ISREG(stat.st_mode) && (uint64_t)stat.st_size == span) base = map_shared(own, span);
   close(own);
   return base;
 }
@@ -149,8 +146,8 @@ static ncclResult_t make_arena(void) {
   result = segment_create(SPAN, 0, &fd);
   if (result != ncclSuccess) goto out;
   made->fd = fd;
-  made->base = mmap(NULL, SPAN, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-  if (made->base == MAP_FAILED) {
+  made->base = map_shared(fd, SPAN);
+  if (made->base == NULL) {
     result = fail(NULL, ncclSystemError, "ncclMemAlloc: cannot set %.1f MiB of address space aside for shared memory: %s; raise the limit of "
                   "address space (ulimit -v)", SPAN / MiB, strerror(errno));
     goto out;
@@ -167,11 +164,12 @@ out:
   return result;
 }
 
-/* First fit: the lowest hole that is large enough. */
+/* First fit: the lowest hole that is large enough. What holds huge pages begins with one. */
 static ncclResult_t insert_block(size_t bytes, size_t *offset) {
-  size_t at = 0, end = 0; /* end of the block before */
-  while (at < arena->nblocks && arena->blocks[at].offset - end < bytes) {
-    end = arena->blocks[at].offset + arena->blocks[at].bytes;
+  const size_t grain = bytes < HUGE_PAGE ? PAGE : HUGE_PAGE;
+  size_t at = 0, end = 0; /* end of the block before, rounded up to a grain */
+  while (at < arena->nblocks && (arena->blocks[at].offset < end || arena->blocks[at].offset - end < bytes)) {
+    end = (arena->blocks[at].offset + arena->blocks[at].bytes + grain - 1) & ~(grain - 1);
     at++;
   }
   if (SPAN - end < bytes)

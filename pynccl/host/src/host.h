@@ -83,7 +83,10 @@ struct segment { /* one mapping per process, shared by the ranks that live in it
 };
 
 /* Memory behind [offset, offset + bytes) of fd, really there: an error with the size needed instead of a later SIGBUS. */
-ncclResult_t reserve(int fd, size_t offset, size_t bytes, const char *what);
+ncclResult_t reserve(int fd, char *base, size_t offset, size_t bytes, const char *what); /* base: where fd is mapped, or NULL */
+#define HUGE_PAGE ((size_t)2 << 20)
+char *map_shared(int fd, size_t bytes); /* from a multiple of HUGE_PAGE on; NULL, and errno, if it cannot be */
+void take_huge_pages(char *start, size_t bytes); /* for what of the range is whole ones, where the system has them */
 ncclResult_t segment_create(size_t total, size_t reserved, int *fd); /* memfd of `total` bytes, the first `reserved` of them backed */
 ncclResult_t segment_attach(const struct token *token, int fd, size_t total, struct segment **out); /* takes fd over (closes it if already attached here) */
 void segment_detach(struct segment *segment);

@@ -112,6 +112,7 @@ static bool can_map(const struct ncclComm *comm, int rank) {
 
 static ncclResult_t attach(struct ncclComm *comm, int fd, const struct hello *hellos) {
   const ncclResult_t code = segment_attach(&comm->token, fd, comm->layout.total, &comm->segment);
+  if (code == ncclSuccess) take_huge_pages(comm->segment->base, comm->layout.p2p);
   if (code != ncclSuccess) return code;
   for (int rank = 0; rank < comm->nranks; rank++) {
     struct peer *peer = &comm->peers[rank];

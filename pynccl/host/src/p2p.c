@@ -96,7 +96,7 @@ enum progress message_progress(struct op *op) {
     if (done + 1 != op->ticket) return WAITING;
     op->step = op->steps = 0;
     if (sending(op) && !flow->reserved && op->bytes > 0) { /* the channel's memory becomes real with its first message */
-      const ncclResult_t code = reserve(comm->segment->fd, slot_offset(op, 0), P2P_SLOTS * comm->layout.p2p_chunk, "a channel between two ranks");
+      const ncclResult_t code = reserve(comm->segment->fd, NULL, slot_offset(op, 0), P2P_SLOTS * comm->layout.p2p_chunk, "a channel between two ranks");
       if (code != ncclSuccess) return broken(op, code);
       flow->reserved = true;
     }

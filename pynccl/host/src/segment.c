@@ -140,7 +140,32 @@ static ncclResult_t check_available(size_t bytes, size_t needed, const char *wha
               "the memory limit", what, (double)needed / MiB, (double)available / MiB);
 }
 
-ncclResult_t reserve(int fd, size_t offset, size_t bytes, const char *what) {
+/* Pages of 2 MiB, with which a core need not look up 4 KiB after 4 KiB where memory lies; that takes a third of the time of a large
+ * reduction. Only where `base` is aligned to them, and where the kernel can (Linux 6.1): without them all works as well. */
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
+void take_huge_pages(char *start, size_t bytes) {
+  char *first = (char *)(((uintptr_t)start + HUGE_PAGE - 1) & ~(HUGE_PAGE - 1));
+  char *last = (char *)((uintptr_t)(start + bytes) & ~(HUGE_PAGE - 1));
+  if (first < last) (void)madvise(first, (size_t)(last - first), MADV_COLLAPSE);
+}
+
+char *map_shared(int fd, size_t bytes) {
+  /* Address space first, a huge page more than is needed, so that the file can begin at a multiple of one. */
+  char *space = mmap(NULL, bytes + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (space == MAP_FAILED) return NULL;
+  char *base = (char *)(((uintptr_t)space + HUGE_PAGE - 1) & ~(HUGE_PAGE - 1));
+  const int why = mmap(base, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE | MAP_FIXED, fd, 0) == MAP_FAILED ? errno : 0;
+  if (base > space) munmap(space, (size_t)(base - space));
+  munmap(base + round_up(bytes), (size_t)(space + HUGE_PAGE - base));
+  if (why == 0) return base;
+  munmap(base, bytes);
+  errno = why;
+  return NULL;
+}
+
+ncclResult_t reserve(int fd, char *base, size_t offset, size_t bytes, const char *what) {
   ncclResult_t result = check_available(bytes, bytes, what);
   for (size_t done = 0; result == ncclSuccess && done < bytes;) {
     size_t step = bytes - done < RESERVE_STEP ? bytes - done : RESERVE_STEP;
@@ -148,6 +173,7 @@ ncclResult_t reserve(int fd, size_t offset, size_t bytes, const char *what) {
     if (done) result = check_available(step, bytes, what);
     if (result != ncclSuccess) break;
     if (fallocate(fd, 0, (off_t)(offset + done), (off_t)step) == 0) {
+      if (base != NULL) take_huge_pages(base + offset + done, step);
       done += step;
     } else if (errno != EINTR) {
       const char *remedy = errno == ENOSPC || errno == ENOMEM
@@ -185,7 +211,7 @@ ncclResult_t segment_create(size_t total, size_t reserved, int *out) {
     result = fail(NULL, ncclSystemError, "cannot make shared memory of %.1f MiB: ftruncate: %s", (double)total / MiB, strerror(errno));
     goto out;
   }
-  result = reserve(fd, 0, reserved, "a communicator");
+  result = reserve(fd, NULL, 0, reserved, "a communicator");
 
 out:
   if (result != ncclSuccess && fd >= 0) close(fd);
@@ -247,8 +273,8 @@ ncclResult_t segment_attach(const struct token *token, int fd, size_t total, str
   made->generation = atomic_load(&fork_generation);
   made->device = stat.st_dev;
   made->inode = stat.st_ino;
-  made->segment.base = mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-  if (made->segment.base == MAP_FAILED) {
+  made->segment.base = map_shared(fd, total);
+  if (made->segment.base == NULL) {
     result = fail(NULL, ncclSystemError, "cannot map %.1f MiB of shared memory: %s; raise the limit of address space (ulimit -v)",
                   (double)total / MiB, strerror(errno));
     goto out;
