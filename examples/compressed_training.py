@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 import pynccl
-from pynccl.collectives.compressed import Codec, Compressor, Float8, Integers, TopK
+from pynccl.collectives import Compressor, Float8, Integers, TopK
+from pynccl.collectives.codecs import Codec
 
 FEATURES = 1024
 SAMPLES = 512  # of each rank

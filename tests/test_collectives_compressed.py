@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import pynccl
 from examples import compressed_training
 from examples.compressed_training import CODECS, FEATURES
 from pynccl.abi.errors import InvalidArgumentError, InvalidUsageError
-from pynccl.collectives.compressed import Compressed, Compressor, Float8, Integers, TopK
+from pynccl.collectives import Compressed, Compressor, Float8, Integers, TopK
 from pynccl.testing import run_ranks
 
 FORMATS = [
@@ -104,9 +105,9 @@ def test_what_is_not_finite_is_seen_by_all_and_kept_by_nobody(codec: Any, bad: f
         x = np.ones(1200, "f4")
         if comm.rank == 1:
             x[700] = bad
-        first = compressor.all_reduce(x).copy()
+        first = compressor.all_reduce(x, key="x").copy()
         assert np.isfinite(compressor.report().feedback)
-        return first, compressor.all_reduce(np.ones(1200, "f4"))
+        return first, compressor.all_reduce(np.ones(1200, "f4"), key="x")
 
     found = ranks(3, one)
     for first, second in found:
@@ -140,9 +141,9 @@ def test_sums_that_the_format_holds_are_exact(n: int):
     def one(comm: Any) -> tuple[Any, ...]:
         x = np.repeat([[127.0, 1, 2], [-127, 4, 0]], n, axis=0).astype("f4")  # a row of 3 in each block
         return (
-            Compressor(comm, Integers(8, block=3)).all_reduce(x[:2].copy(), "avg"),
-            Compressor(comm, Integers(8, block=3)).reduce_scatter(x),
-            Compressor(comm, Integers(8, block=3)).all_gather(x[:1] * (comm.rank + 1)),
+            Compressor(comm, Integers(8, block=3)).all_reduce(x[:2].copy(), "avg", key="x"),
+            Compressor(comm, Integers(8, block=3)).reduce_scatter(x, key="x"),
+            Compressor(comm, Integers(8, block=3)).all_gather(x[:1] * (comm.rank + 1), key="x"),
         )
 
     for rank, (reduced, scattered, gathered) in enumerate(ranks(n, one)):
@@ -161,7 +162,7 @@ def test_the_bytes_told_are_those_given_to_the_library(codec: Any):
 
         def __init__(self, comm: Any) -> None:
             self.comm, self.size, self.sent = comm, comm.size, 0
-            self._check_open, self.library = comm._check_open, comm.library
+            self._check_open, self.library, self.on_gpu = comm._check_open, comm.library, comm.on_gpu
 
         def all_to_all(self, x: np.ndarray, out: np.ndarray, stream: Any) -> Any:
             self.sent += x.nbytes // self.size * (self.size - 1)
@@ -174,9 +175,9 @@ def test_the_bytes_told_are_those_given_to_the_library(codec: Any):
     def one(comm: Any) -> None:
         counting = Counting(comm)
         compressor = Compressor(counting, codec)
-        compressor.all_reduce(normal(comm.rank, 3000))
-        compressor.reduce_scatter(normal(comm.rank, 3000))
-        compressor.all_gather(normal(comm.rank, 1000))
+        compressor.all_reduce(normal(comm.rank, 3000), key="x")
+        compressor.reduce_scatter(normal(comm.rank, 3000), key="x")
+        compressor.all_gather(normal(comm.rank, 1000), key="x")
         report = compressor.report()
         assert report.calls == 3
         assert report.bytes_sent == counting.sent > 0
@@ -210,7 +211,7 @@ def test_with_feedback_the_error_of_a_sum_of_calls_is_that_of_one(codec: Any):
 
     def one(comm: Any, feedback: bool) -> tuple[float, float]:
         compressor = Compressor(comm, codec, feedback=feedback)
-        results = sum(compressor.all_reduce(normal(comm.rank, 600)).astype("f8") for _ in range(100))
+        results = sum(compressor.all_reduce(normal(comm.rank, 600), key="x").astype("f8") for _ in range(100))
         kept = np.concatenate([each.reshape(-1) for each in compressor._kept.values()] or [np.zeros(1)])
         given = 100 * sum(normal(rank, 600).astype("f8") for rank in range(2))
         return float(np.abs(given - results).max()), float(np.abs(kept).max())
@@ -252,19 +253,6 @@ def test_on_a_stream_the_results_are_those_without(codec: Any):
     ranks(3, one)
 
 
-def test_a_key_of_another_size_is_refused_before_it_runs():
-    def one(comm: Any) -> None:
-        compressor, stream = Compressor(comm, Integers()), pynccl.Stream(comm.library)
-        compressor.reduce_scatter(np.zeros(8, "f4"), key="w", stream=stream)
-        with pytest.raises(InvalidArgumentError, match="key 'w' was used for 8 elements and now for 10"):
-            compressor.reduce_scatter(np.zeros(10, "f4"), key="w", stream=stream)
-        with pytest.raises(InvalidArgumentError, match="a contiguous float32 array of 4 elements"):
-            compressor.reduce_scatter(np.zeros(8, "f4"), out=np.zeros(5, "f4"), key="w", stream=stream)
-        stream.close()
-
-    ranks(2, one)
-
-
 def test_how_to_make_one_is_equal_on_all_ranks_and_says_what_it_is_not_for():
     assert Compressed(Integers(8)) == Compressed(Integers(8)) != Compressed(Integers(4))
     assert repr(Compressed(TopK(0.5))) == "Compressed(codec=TopK(fraction=0.5), feedback=True)"
@@ -278,7 +266,8 @@ def test_the_error_of_the_last_call_is_told():
     def one(comm: Any) -> None:
         compressor = Compressor(comm, TopK(1 / 2))
         assert compressor.report().error == 0 and np.isnan(compressor.report().ratio)
-        compressor.all_gather(np.array([3, 4, 0, 0], "f4") if comm.rank else np.array([4, 3, 4, 3], "f4"))
+        x = np.array([3, 4, 0, 0], "f4") if comm.rank else np.array([4, 3, 4, 3], "f4")
+        compressor.all_gather(x, key="x")
         assert compressor.report().error == pytest.approx(0 if comm.rank else 0.6)
         assert compressor.report().feedback == pytest.approx(0 if comm.rank else 18**0.5)
         assert "calls sent" in str(compressor.report())
@@ -288,33 +277,167 @@ def test_the_error_of_the_last_call_is_told():
     ranks(2, one)
 
 
-def test_wrong_arguments_are_refused_in_words():
+def frozen(*shape: int) -> np.ndarray:
+    x = np.zeros(shape, "f4")
+    x.flags.writeable = False
+    return x
+
+
+SHAPES = {  # of calls on two ranks: a method, and arrays of one padded size and different shapes
+    "all_reduce": [(8,), (7,), (2, 4), (8, 1), (10,)],
+    "reduce_scatter": [(8,), (2, 4), (4, 2), (10,)],
+    "all_gather": [(8,), (2, 4), (8, 1), (10,)],
+}
+
+
+@pytest.mark.parametrize("queued", [False, True], ids=["now", "on a stream"])
+@pytest.mark.parametrize("call", SHAPES)
+def test_a_key_is_of_one_shape_and_of_one_method(call: str, queued: bool):
     def one(comm: Any) -> None:
         compressor = Compressor(comm, Integers())
-        compressor.all_reduce(np.zeros(8, "f4"), key="w")
-        with pytest.raises(InvalidArgumentError, match="key 'w' was used for 8 elements and now for 10"):
-            compressor.all_reduce(np.zeros(10, "f4"), key="w")
-        with pytest.raises(TypeError, match="x is float64; pass a float32 array"):
-            compressor.all_reduce(np.zeros(8))
-        with pytest.raises(TypeError, match="x is list"):
-            compressor.all_reduce([1.0])
-        with pytest.raises(InvalidArgumentError, match="op='max'; there are 'sum' and 'avg'"):
-            compressor.all_reduce(np.zeros(8, "f4"), "max")
-        with pytest.raises(InvalidArgumentError, match=r"shape \(3,\) does not divide over 2 ranks"):
-            compressor.reduce_scatter(np.zeros(3, "f4"))
-        for call in (compressor.reduce_scatter, compressor.all_gather):
-            with pytest.raises(InvalidArgumentError, match="x is not contiguous"):
-                call(np.zeros((4, 6), "f4")[:, ::2])
-        with pytest.raises(InvalidUsageError, match="outside of pynccl.group"), pynccl.group():
-            compressor.all_reduce(np.zeros(8, "f4"), key="w")
+        stream = pynccl.Stream(comm.library) if queued else None
+        first, *others = SHAPES[call]
+        getattr(compressor, call)(np.zeros(first, "f4"), key="w", stream=stream)
+        if comm.rank == 0:  # alone: had it sent anything, it would wait
+            for shape in others:
+                words = f"key 'w' was used for an array of shape {first} and now for {shape}"
+                with pytest.raises(InvalidArgumentError, match=f"{call} .*{re.escape(words)}"):
+                    getattr(compressor, call)(np.zeros(shape, "f4"), key="w", stream=stream)
+        getattr(compressor, call)(np.zeros(first, "f4"), key="w", stream=stream)
+        for other in SHAPES:
+            if other != call:
+                getattr(compressor, other)(np.zeros((2, 2), "f4"), key="w", stream=stream)
+        if stream is not None:
+            stream.close()
+        assert compressor.report().calls == 4
 
     ranks(2, one)
-    with pytest.raises(InvalidArgumentError, match="bits=5; there are 4 and 8"):
-        Integers(5)
-    with pytest.raises(InvalidArgumentError, match="block=0"):
-        Float8(0)
-    with pytest.raises(InvalidArgumentError, match="fraction=0"):
-        TopK(0)
+
+
+def test_each_key_has_a_feedback_of_its_own_and_there_is_none_without():
+    """Two arrays of one shape: what one lost comes back with it, and never with the other."""
+
+    def one(comm: Any) -> None:
+        compressor = Compressor(comm, TopK(1 / 4))
+        a, b = np.array([4, 1, 1, 1], "f4"), np.array([0, 0, 0, 8], "f4")
+        assert compressor.all_gather(a, key="a").tolist() == [4, 0, 0, 0]
+        assert compressor.all_gather(b, key="b").tolist() == [0, 0, 0, 8]
+        assert compressor.all_gather(0 * a, key="a").tolist() in ([0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1])
+        for call in SHAPES:
+            with pytest.raises(TypeError, match=rf"{call} .*key= is missing.*feedback=False"):
+                getattr(compressor, call)(a)
+        forgetful = Compressor(comm, TopK(1 / 4), feedback=False)
+        assert forgetful.all_gather(a).tolist() == forgetful.all_gather(a).tolist() == [4, 0, 0, 0]
+        assert forgetful.all_reduce(np.zeros(3, "f4")).tolist() == [0, 0, 0]
+
+    ranks(1, one)
+
+
+WRONG: tuple[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str], ...] = (
+    ("all_reduce", (np.zeros(8),), {}, TypeError, "x is float64; pass a float32 array"),
+    ("all_reduce", (np.zeros(8, ">f4"),), {}, TypeError, "x is >f4; pass a float32 array"),
+    ("all_reduce", ([1.0],), {}, TypeError, "x must be an array .*not list"),
+    ("all_gather", (b"1234",), {}, TypeError, "x is bytes, and what compresses it are NumPy and CuPy"),
+    ("all_reduce", (np.ma.zeros(8, "f4"),), {}, TypeError, "x is a masked array"),
+    (
+        "all_reduce",
+        (np.zeros(8, "f4"), "max"),
+        {},
+        InvalidArgumentError,
+        "op='max'; there are 'sum' and 'avg'",
+    ),
+    (
+        "all_reduce",
+        (frozen(8),),
+        {},
+        InvalidArgumentError,
+        "x .* is written to and cannot be .it is read-only",
+    ),
+    (
+        "all_reduce",
+        (np.zeros(8, "f4"),),
+        {"key": [1]},
+        TypeError,
+        r"key=\[1\] cannot be looked up .*a string",
+    ),
+    (
+        "reduce_scatter",
+        (np.zeros(3, "f4"),),
+        {},
+        InvalidArgumentError,
+        r"\(3,\) does not divide over 2 ranks",
+    ),
+    ("reduce_scatter", (np.zeros((4, 6), "f4")[:, ::2],), {}, InvalidArgumentError, "x is not contiguous"),
+    ("all_gather", (np.zeros((4, 6), "f4").T,), {}, InvalidArgumentError, "x is not contiguous"),
+    ("reduce_scatter", (np.zeros(8, "f4"),), {"out": [0.0] * 4}, TypeError, "out must be an array"),
+    ("all_gather", (np.zeros(8, "f4"),), {"out": [0.0] * 16}, TypeError, "out must be an array"),
+    ("reduce_scatter", (np.zeros(8, "f4"),), {"out": np.zeros(4)}, TypeError, "out is float64"),
+    ("reduce_scatter", (np.zeros(8, "f4"),), {"out": frozen(4)}, InvalidArgumentError, "out .* read-only"),
+    ("all_gather", (np.zeros(8, "f4"),), {"out": frozen(16)}, InvalidArgumentError, "out .* read-only"),
+    (
+        "reduce_scatter",
+        (np.zeros(8, "f4"),),
+        {"out": np.zeros(5, "f4")},
+        InvalidArgumentError,
+        "of 4 elements",
+    ),
+    (
+        "all_gather",
+        (np.zeros(8, "f4"),),
+        {"out": np.zeros(32, "f4")[::2]},
+        InvalidArgumentError,
+        "of 16 elem",
+    ),
+)
+
+
+@pytest.mark.parametrize("queued", [False, True], ids=["now", "on a stream"])
+@pytest.mark.parametrize(("call", "given", "named", "error", "words"), WRONG)
+def test_wrong_arguments_are_refused_in_words_before_a_message(
+    call: str, given: tuple[Any, ...], named: dict[str, Any], error: type[Exception], words: str, queued: bool
+):
+    def one(comm: Any) -> None:
+        compressor = Compressor(comm, Integers())
+        stream = pynccl.Stream(comm.library) if queued else None
+        if comm.rank == 0:  # alone
+            with pytest.raises(error, match=rf"{call}( \(compressed\))?: .*{words}"):
+                getattr(compressor, call)(*given, **{"key": "w", **named}, stream=stream)
+            assert compressor.report().calls == 0
+        assert compressor.all_reduce(np.ones(6, "f4"), key="w").tolist() == [2] * 6
+        if stream is not None:
+            stream.close()
+
+    ranks(2, one)
+
+
+def test_a_group_is_refused():
+    def one(comm: Any) -> None:
+        with pytest.raises(InvalidUsageError, match="outside of pynccl.group"), pynccl.group():
+            Compressor(comm, Integers()).all_reduce(np.zeros(8, "f4"), key="w")
+
+    ranks(1, one)
+
+
+NO_FORMATS: tuple[tuple[Any, tuple[Any, ...], type[Exception], str], ...] = (
+    (Integers, (5,), InvalidArgumentError, "bits=5; there are 4 and 8"),
+    (Integers, (8.0,), TypeError, "Integers: bits must be an integer, not float"),
+    (Integers, (8, "x"), TypeError, "Integers: block must be an integer, not str"),
+    (Float8, (0,), InvalidArgumentError, "Float8: block=0 must be at least 1"),
+    (TopK, (0,), InvalidArgumentError, "fraction=0; give a number, more than 0 and at most 1"),
+    (TopK, ("all",), InvalidArgumentError, "fraction='all'; give a number"),
+    (TopK, (float("nan"),), InvalidArgumentError, "fraction=nan"),
+    (Compressor, (None, "int8"), TypeError, "Compressor: codec='int8' is no codec; pass Integers"),
+    (Compressor, (None, Integers), TypeError, "is no codec; pass Integers.bits=8."),
+    (Compressed, (None,), TypeError, "Compressed: codec=None is no codec.*width, encode, decode"),
+)
+
+
+@pytest.mark.parametrize(("make", "given", "error", "words"), NO_FORMATS)
+def test_what_is_no_format_is_refused_when_it_is_made(
+    make: Any, given: tuple[Any, ...], error: type[Exception], words: str
+):
+    with pytest.raises(error, match=words):
+        make(*given)
 
 
 @pytest.mark.timeout(300)
@@ -373,7 +496,7 @@ def test_a_codec_that_raises_on_one_rank_ends_the_communicator(when: str, queued
         error = FloatingPointError if comm.rank == 1 else pynccl.RemoteError
         words = "not these numbers" if comm.rank == 1 else "rank 1 has"
         with pytest.raises(error, match=words):
-            compressor.all_reduce(np.ones(12, "f4"), stream=stream)
+            compressor.all_reduce(np.ones(12, "f4"), key="x", stream=stream)
             if stream is not None:
                 stream.synchronize()
         with pytest.raises(pynccl.NcclError, match="revoked" if comm.rank == 1 else "rank 1 has"):

@@ -13,8 +13,9 @@ package.
 from __future__ import annotations
 
 from pynccl.collectives.builder import IN, OUT, SCRATCH, Builder, Spans, choose
+from pynccl.collectives.codecs import Float8, Integers, TopK
 from pynccl.collectives.compiled import Compiled, compile
-from pynccl.collectives.compressed import Compressed, Compressor, Float8, Integers, TopK
+from pynccl.collectives.compressed import Compressed, Compressor
 from pynccl.collectives.cost import Cost, cost
 from pynccl.collectives.diagram import diagram
 from pynccl.collectives.execute import run
