@@ -104,7 +104,7 @@ class Derivation(Core):
     def grow(
         self: Self,
         nranks: int,
-        unique_id: UniqueId | None = None,
+        unique_id: UniqueId | bytes | None = None,
         *,
         config: Config = None,
         name: str | None = None,
@@ -120,8 +120,8 @@ class Derivation(Core):
             raise InvalidArgumentError(
                 f"grow: nranks={nranks} must be more than the {self.size} ranks there are"
             )
+        uid = _struct_of(unique_id) if unique_id is not None else None
         child = _child(self, name, config)
-        uid = unique_id._as_struct() if unique_id is not None else None
         child._create(call, _grow(child, self._handle, nranks, uid, -1))
         return child
 
@@ -129,7 +129,7 @@ class Derivation(Core):
     def join(
         cls: type[Self],
         nranks: int,
-        unique_id: UniqueId,
+        unique_id: UniqueId | bytes,
         rank: int,
         *,
         config: Config = None,
@@ -140,9 +140,10 @@ class Derivation(Core):
         """Become rank ``rank`` of a communicator that grows to ``nranks`` (see ``growth_id``, ``grow``)."""
         nranks = integer("join", "nranks", nranks, 1)
         rank = check_rank("join", "rank", rank, nranks)
+        uid = _struct_of(unique_id)
         comm = cls.__new__(cls)
         comm._begin(load(library), rank, nranks, timeout, name, config)
-        comm._create("join (ncclCommGrow)", _grow(comm, None, nranks, unique_id._as_struct(), rank))
+        comm._create("join (ncclCommGrow)", _grow(comm, None, nranks, uid, rank))
         return comm
 
 
@@ -155,6 +156,10 @@ def _child(parent: Self, name: str | None, config: Config) -> Self:
     )  # rank and size are known when it is made
     child._parent = parent
     return child
+
+
+def _struct_of(unique_id: UniqueId | bytes) -> ncclUniqueId:
+    return (unique_id if isinstance(unique_id, UniqueId) else UniqueId(unique_id))._as_struct()
 
 
 def _grow(child: Core, parent: int | None, nranks: int, uid: Any, rank: int) -> Any:

@@ -649,10 +649,11 @@ def test_shrink_leaves_the_ranks_that_stay_in_order() -> None:
     assert ranks(rank) == [(0, 2, [0, 2]), None, (1, 2, [0, 2])]
 
 
-def test_grow_takes_a_newcomer_in() -> None:
+@pytest.mark.parametrize("given", [lambda uid: uid, bytes], ids=["id", "bytes"])
+def test_grow_takes_a_newcomer_in(given: Any) -> None:
     def rank(comm, box):
         if comm.rank == 0:
-            box["id"] = comm.growth_id()
+            box["id"] = given(comm.growth_id())
 
             def newcomer():
                 with pynccl.Communicator.join(N + 1, box["id"], N, library="host", name="new") as grown:
@@ -679,12 +680,15 @@ def test_grow_takes_a_newcomer_in() -> None:
         (lambda comm: comm.shrink([0]), "rank 0 excludes itself"),
         (lambda comm: comm.shrink([7]), "exclude=7 is not a rank"),
         (lambda comm: comm.grow(1), "nranks=1 must be more than the 1 ranks"),
+        (lambda comm: comm.grow(2, b"short"), "5 bytes; a unique id has 128"),
+        (lambda comm: comm.grow(2, "id"), "str is not bytes; pass bytes"),
+        (lambda comm: type(comm).join(2, "id", 1, library="host"), "str is not bytes; pass bytes"),
     ],
 )
 def test_wrong_derivations_are_refused_and_the_parent_goes_on(
     alone: pynccl.Communicator, call: Any, match: str
 ) -> None:
-    with pytest.raises(pynccl.InvalidArgumentError, match=match):
+    with pytest.raises((pynccl.InvalidArgumentError, TypeError), match=match):
         call(alone)
     alone.barrier()
 
