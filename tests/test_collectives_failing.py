@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pynccl
-from pynccl.collectives import Kind, Schedule, algorithms, generate, run
+from pynccl.collectives import Kind, Schedule, algorithms, compile, generate, run
 from pynccl.collectives.rounds import rounds
 from pynccl.testing import run_ranks
 
@@ -135,3 +135,77 @@ def test_what_a_function_raises_on_a_stream_is_raised_by_synchronize_and_nothing
             assert right[0] and error == "FloatingPointError: not like this"
         else:
             assert error.startswith("RemoteError") and f"rank {first} has" in error
+
+
+# --- a rank that was refused, and goes on -------------------------------------------------------------------
+
+
+def ring(comm: Any, x: Any, op: Any = "sum") -> Any:
+    return run(generate("ring", 3), comm, x, op=op)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda comm, x: ring(comm, x, "max"),
+        lambda comm, x: ring(comm, x, np.add),
+        lambda comm, x: run(generate("pairwise", 3, collective="all_to_all"), comm, x),
+        lambda comm, x: comm.recv(x[:2], (comm.rank + 2) % 3),
+    ],
+    ids=["another operation", "a function", "another schedule", "a message of none"],
+)
+def test_messages_of_calls_that_differ_are_never_taken_for_each_other(other: Any) -> None:
+    """Rank 0 is refused in the first call, catches that, and makes the second while the others wait."""
+
+    def rank(comm: Any) -> list[str]:
+        results = []
+        for call in (ring, other):
+            try:
+                call(comm, "no array" if comm.rank == 0 and call is ring else np.ones(6))
+                results.append("no error")
+            except Exception as error:
+                results.append(f"{type(error).__name__}: {error}")
+        return results
+
+    results = run_ranks(3, rank, library="host", timeout=30)
+    assert results[0][0].startswith("TypeError")
+    assert not any("no error" in result for of_rank in results for result in of_rank)
+    differs = [text for of_rank in results for text in of_rank if "differs between its ends" in text]
+    assert differs and all("InvalidUsageError" in text and ", of run #" in text for text in differs)
+
+
+@pytest.mark.parametrize(
+    "call", [ring, lambda comm, x: compile(generate("ring", 3), comm)(x), lambda comm, x: comm.all_reduce(x)]
+)
+def test_an_equal_call_of_a_rank_that_was_refused_is_the_one_that_the_others_wait_in(call: Any) -> None:
+    """For want of anything that tells the two apart: the library's own collectives do the same."""
+
+    def rank(comm: Any) -> Any:
+        if comm.rank == 0:
+            with pytest.raises(TypeError):
+                call(comm, "no array")
+        return call(comm, np.full(6, comm.rank + 1.0)).tolist()
+
+    assert run_ranks(3, rank, library="host", timeout=30) == [[6.0] * 6] * 3
+
+
+def test_what_is_raised_in_a_group_starts_nothing_and_the_communicator_goes_on() -> None:
+    def rank(comm: Any) -> None:
+        def picky(a: Any, b: Any) -> Any:
+            raise FloatingPointError("not tried")
+
+        compiled, x, y = compile(generate("ring", 3), comm), np.ones(6), np.ones(2)
+        if comm.rank == 0:
+            with pytest.raises(KeyError), pynccl.group():
+                compiled(x)
+                raise KeyError("rank 0 alone")
+            with pytest.raises(pynccl.InvalidUsageError, match="cannot be inside"), pynccl.group():
+                compiled(x)
+                ring(comm, x, picky)
+        with pynccl.group():
+            compiled(x)
+            comm.all_reduce(y)
+        assert x.tolist() == [3.0] * 6 and y.tolist() == [3.0] * 2
+        assert ring(comm, x).tolist() == [9.0] * 6
+
+    run_ranks(3, rank, library="host", timeout=30)

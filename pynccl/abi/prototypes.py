@@ -219,6 +219,7 @@ HOST_PROTOTYPES = _prototypes("""
 0.1.0   ncclResult_t pyncclSetTimeout(ncclComm_t comm, double seconds);
 0.1.0   ncclResult_t pyncclCommName(ncclComm_t comm, const char** name);
 0.1.0   ncclResult_t pyncclSetInterruptCheck(pyncclInterruptCheck_t check);
+0.1.0   ncclResult_t pyncclTagMessages(unsigned int tag);
 
 # host streams
 0.1.0   ncclResult_t pyncclStreamCreate(void** stream);

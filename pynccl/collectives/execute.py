@@ -25,7 +25,7 @@ from pynccl import gpu
 from pynccl.abi.errors import InvalidArgumentError, InvalidUsageError
 from pynccl.arrays import Buffer as Memory
 from pynccl.arrays import numpy_dtype
-from pynccl.collectives.failing import Queued, ends_on_failure
+from pynccl.collectives.failing import Queued, ends_on_failure, tag_of, tagged
 from pynccl.collectives.flow import flow
 from pynccl.collectives.rounds import Round, rounds
 from pynccl.collectives.schedule import COLLECTIVES, Buffer, Kind, Schedule
@@ -302,6 +302,8 @@ class _Run:
         self._arrays = _module("cupy") if comm.on_gpu else np
         self._dtype = _dtype_of(memory)
         self._reduction = reduction
+        what = call.op if call.op is None or isinstance(call.op, str) else "a function"  # which has no name
+        self._tag = tag_of(comm.library, schedule.digest, call.count, memory.element.name, what)
         self._queued = None if queue is None else Queued(comm, call.name, queue)
         self._taken: list[Any] = []
         count, blocks = call.count, (schedule.in_blocks, schedule.out_blocks)
@@ -350,7 +352,7 @@ class _Run:
         outgoing = [(peer, self._span(*span)) for peer, *span in one.sends]
         if not any(x.size for x in landed) and not any(x.size for _, x in outgoing):
             return landed
-        with group():
+        with tagged(comm.library, self._tag), group():
             for peer, x in outgoing:
                 if x.size:
                     comm.send(x, peer, stream=stream)

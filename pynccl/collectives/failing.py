@@ -1,20 +1,22 @@
 """What a rank does when its part of a run fails midway: the communicator ends, so that nobody goes on wrong.
 
-A run is many messages, and none says to which call it belongs. A rank that leaves one early and makes its
-next call would pair those messages with what the others still wait for in this one. So an exception inside
-ends the communicator. Knows no schedules and no arrays.
+A run is many messages, and none says to which of several equal calls it belongs. A rank that leaves one
+early and makes the next would pair those messages with what the others still wait for in this one. So an
+exception inside ends the communicator. Messages of calls that differ the host library tells apart by a tag.
+Knows no schedules and no arrays.
 """
 
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from pynccl.abi.enums import Result
 from pynccl.abi.errors import NcclError, RemoteError
 
-__all__ = ["Queued", "ends_on_failure"]
+__all__ = ["Queued", "ends_on_failure", "tag_of", "tagged"]
 
 _SECONDS = 1e-3  # of the wait for this rank's own work; a stream's thread would wait for itself
 
@@ -42,6 +44,27 @@ def ends_on_failure(comm: Any, call: str) -> Iterator[None]:
                 "make a new one"
             )
         raise
+
+
+def tag_of(library: Any, *what: Any) -> int:
+    """A number of what must be equal at both ends of a message; 0 where the library does not compare it."""
+    return zlib.crc32(repr(what).encode()) or 1 if library.has("pyncclTagMessages") else 0
+
+
+@contextlib.contextmanager
+def tagged(library: Any, tag: int) -> Iterator[None]:
+    """Messages that this thread sends or receives in the block must have the same tag at their other end.
+
+    Only the host library can tell; for others the tag is 0 (`tag_of`).
+    """
+    if tag == 0:
+        yield
+        return
+    library.pyncclTagMessages(tag)
+    try:
+        yield
+    finally:
+        library.pyncclTagMessages(0)
 
 
 class Queued:

@@ -2,6 +2,7 @@
  * so a disagreement is an error on both; then the payload passes through P2P_SLOTS slots. As on a GPU, a send completes only when the
  * receiver has come: nothing is buffered behind the user's back. Where the receiver's buffer lies in a heap that the sender can map,
  * the sender writes straight into it. */
+#include <stdio.h>
 #include <string.h>
 
 #include "host.h"
@@ -28,7 +29,7 @@ static enum progress broken(struct op *op, ncclResult_t code) {
 static void announce(struct op *op) {
   struct channel *channel = channel_for(op);
   struct post *post = sending(op) ? &channel->sends[op->ticket & 1] : &channel->recvs[op->ticket & 1];
-  post->signature = op->dtype;
+  post->signature = (uint64_t)op->dtype | (uint64_t)op->tag << 32;
   post->count = op->count;
   post->recv_at = NOT_MAPPED;
   if (!sending(op) && op->comm->mappable && op->bytes > op->comm->layout.p2p_chunk && heap_descriptor() >= 0) {
@@ -38,15 +39,21 @@ static void announce(struct op *op) {
   atomic_store_explicit(&post->sequence, op->ticket, memory_order_release);
 }
 
+static const char *end_words(const struct post *post, const char *call, int peer, char *buffer, size_t size) {
+  char of[24] = "";
+  if (post->signature >> 32 != 0) snprintf(of, sizeof of, ", of run #%08x", (unsigned)(post->signature >> 32));
+  snprintf(buffer, size, "%s(count=%llu, %s, peer=%d%s)", call, (unsigned long long)post->count, dtype_name((int)(post->signature & 0xff)), peer, of);
+  return buffer;
+}
+
 /* Both posts are here: the same message? Both sides say the same words. */
 static bool agree(struct op *op, const struct post *send, const struct post *recv) {
   if (send->signature == recv->signature && send->count == recv->count) return true;
   const int from = sending(op) ? op->comm->rank : op->root, to = sending(op) ? op->root : op->comm->rank;
-  fail(op->comm, ncclInvalidUsage,
-       "message %llu from rank %d to rank %d differs between its ends: rank %d calls send(count=%llu, %s, peer=%d), rank %d calls "
-       "recv(count=%llu, %s, peer=%d)",
-       (unsigned long long)op->ticket, from, to, from, (unsigned long long)send->count, dtype_name((int)send->signature), to, to,
-       (unsigned long long)recv->count, dtype_name((int)recv->signature), from);
+  char here[128], there[128];
+  fail(op->comm, ncclInvalidUsage, "message %llu from rank %d to rank %d differs between its ends: rank %d calls %s, rank %d calls %s",
+       (unsigned long long)op->ticket, from, to, from, end_words(send, "send", to, here, sizeof here), to,
+       end_words(recv, "recv", from, there, sizeof there));
   return false;
 }
 
