@@ -13,7 +13,7 @@ import pytest
 
 import pynccl
 from pynccl.abi.errors import InvalidArgumentError, InvalidUsageError
-from pynccl.collectives import dispatch
+from pynccl.collectives import dispatch, generate
 from pynccl.collectives.tune import Measured, Selection, load, main, tune
 from pynccl.testing import run_ranks
 
@@ -227,28 +227,61 @@ def test_a_table_in_a_group_or_not_blocking_is_refused():
         pynccl.Communicator(1, uid, 0, library="host", selection=table(1))
 
 
+def written(**changes: Any) -> str:
+    """A table's JSON with changes that the class would refuse."""
+    return json.dumps({"format": 1, **dataclasses.asdict(table(1)), **changes})
+
+
+WRONG_CHOICES: tuple[tuple[Any, str], ...] = (
+    ({"all_sum": [[4, "library"]]}, "no collective 'all_sum' has schedules; choose for all_reduce, "),
+    ({"gather": [[4, "library"]]}, "no collective 'gather' has schedules"),
+    (
+        {"all_reduce": [[4, "pynccl:x"]]},
+        "all_reduce has no algorithm 'pynccl:x'; take 'library' or one of pyn",
+    ),
+    (
+        {"all_reduce": [[4, "ring"]]},
+        "all_reduce has no algorithm 'ring'; take 'library' or one of pynccl:ring",
+    ),
+    ({"all_gather": [[4, "pynccl:tree"]]}, "all_gather has no algorithm 'pynccl:tree'"),
+    (
+        {"reduce": [[4, "library"], [2, "library"]]},
+        "the limits of reduce do not grow: 2 bytes after 4; put the",
+    ),
+    ({"reduce": [[4, "library"], [4, "library"]]}, "the limits of reduce do not grow: 4 bytes after 4"),
+    ({"reduce": [[-1, "library"]]}, "a limit of reduce=-1 must be at least 0"),
+)
+
+
+@pytest.mark.parametrize(("choices", "words"), WRONG_CHOICES)
+def test_choices_that_no_call_could_follow_are_refused(choices: Any, words: str, tmp_path: Path):
+    with pytest.raises(InvalidArgumentError, match=f"^selection: {words}"):
+        table(1, choices=choices)
+    path = tmp_path / "table.json"
+    path.write_text(written(choices=choices))
+    with pytest.raises(InvalidArgumentError, match=f"^selection '.*/table.json': selection: {words}"):
+        load(path)
+
+
 @pytest.mark.parametrize(
-    "text",
+    ("text", "words"),
     [
-        "",
-        "[]",
-        "{}",
-        '{"format": 2}',
-        json.dumps({"format": 1, **dataclasses.asdict(table(1)), "other": 1}),
-        json.dumps({"format": 1, **dataclasses.asdict(table(1, choices={"all_reduce": [[4, "pynccl:x"]]}))}),
-        json.dumps({"format": 1, **dataclasses.asdict(table(1, choices={"all_sum": [[4, "library"]]}))}),
-        json.dumps(
-            {
-                "format": 1,
-                **dataclasses.asdict(table(1, choices={"reduce": [[4, "library"], [2, "library"]]})),
-            }
-        ),
+        ("", "no table of pynccl.collectives.tune .JSONDecodeError: Expecting value"),
+        ("[]", "no table of pynccl.collectives.tune .TypeError"),
+        ("{}", "no table of pynccl.collectives.tune .KeyError: 'format'"),
+        ('{"format": 2}', "its format is not 1"),
+        (written(other=1), "unexpected keyword argument 'other'"),
+        (written(choices=[]), "no table of pynccl.collectives.tune .AttributeError"),
+        (written(choices={"reduce": [[1.5, "library"]]}), "a limit of reduce must be an integer, not float"),
+        (written(choices={"reduce": [[1]]}), "no table of pynccl.collectives.tune .ValueError"),
+        (written(size="1"), "size must be an integer, not str"),
+        (written(size=0), "size=0 must be at least 1"),
     ],
 )
-def test_a_file_that_is_no_table_is_refused(text: str, tmp_path: Path):
+def test_a_file_that_is_no_table_is_refused(text: str, words: str, tmp_path: Path):
     path = tmp_path / "table.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="no table of pynccl.collectives.tune"):
+    with pytest.raises(InvalidArgumentError, match=f"^selection '.*/table.json': selection: .*{words}"):
         load(path)
     with pytest.raises(TypeError, match="not dict"):
         load({})  # type: ignore[arg-type]
@@ -258,19 +291,54 @@ def test_a_file_that_is_no_table_is_refused(text: str, tmp_path: Path):
     ("arguments", "words"),
     [
         ({"sizes": []}, "sizes="),
-        ({"sizes": [2]}, "sizes="),
+        ({"sizes": [2]}, "a size=2 must be at least 4"),
+        ({"sizes": 4096}, "sizes=4096 is not a list; pass .4096."),
+        ({"sizes": [64.0]}, "a size must be an integer, not float"),
         ({"repeats": 0}, "repeats=0"),
+        ({"repeats": "3"}, "repeats must be an integer, not str"),
         ({"candidates": ["rong"]}, "all_reduce has no algorithm rong; it has ring"),
-        ({"collectives": ["all_sum"]}, "no collective 'all_sum'"),
+        ({"candidates": "ring"}, "candidates='ring' is not a list; pass .'ring'."),
+        (
+            {"candidates": [generate("ring", 1)]},
+            "candidates are names such as 'ring'.*is of type Schedule; give",
+        ),
+        ({"collectives": ["all_sum"]}, "no collective 'all_sum' has schedules; take some of all_reduce"),
+        ({"collectives": "all_reduce"}, "collectives='all_reduce' is not a list"),
     ],
 )
 def test_tune_refuses_what_it_cannot_measure(arguments: dict[str, Any], words: str):
     def one(comm: Any) -> None:
-        with pytest.raises(ValueError, match=words):
-            tune(comm, **{"sizes": [64], **arguments})
+        if comm.rank == 0:  # alone: had it sent anything, it would wait
+            with pytest.raises((ValueError, TypeError), match=f"tune: {words}"):
+                tune(comm, **{"sizes": [64], **arguments})
+        comm.barrier()
 
-    ranks(1, one)
-    assert issubclass(InvalidArgumentError, ValueError)
+    ranks(2, one)
+
+
+def test_ranks_that_tune_differently_are_told_instead_of_waiting_for_each_other():
+    def one(comm: Any) -> None:
+        with pytest.raises(InvalidUsageError, match=r"tune: rank 1 was called with \(\[64, 128\].*alike"):
+            tune(comm, [64, 128] if comm.rank else [64], candidates=[])
+        comm.barrier()
+
+    ranks(2, one)
+
+
+def test_a_call_is_looked_up_by_the_longer_of_its_arrays():
+    made = table(3)
+    x = np.zeros(300, "f4")
+    assert made.choose_for("all_reduce", x, None, 3) == "pynccl:recursive_doubling"
+    assert made.choose_for("all_reduce", x[:10], None, 3) is None
+    assert made.choose_for("broadcast", None, x, 3) == "pynccl:binomial"
+    gathers = dataclasses.replace(made, choices={"all_gather": ((300, "library"), (301, "pynccl:ring"))})
+    assert gathers.choose_for("all_gather", x[:25], None, 3) is None
+    assert gathers.choose_for("all_gather", x[:26], None, 3) == "pynccl:ring"
+    assert gathers.choose_for("all_gather", None, x[:78], 3) == "pynccl:ring"
+    assert gathers.choose_for("all_gather", bytearray(101), None, 3) == "pynccl:ring"
+    assert gathers.choose_for("gather", None, None, 3) is None
+    only = dataclasses.replace(made, choices={"all_reduce": ((300, "library"),)})
+    assert only.choose_for("all_reduce", x, None, 3) is None and only.choose("all_reduce", 10**9) is None
 
 
 def test_the_command_writes_a_table_that_init_takes(tmp_path: Path, monkeypatch: Any, capsys: Any):

@@ -25,18 +25,20 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pynccl.abi.errors import InvalidArgumentError, InvalidUsageError
+from pynccl.arrays import view
 from pynccl.collectives.execute import run
 from pynccl.collectives.options import at_least, names_of, output
 from pynccl.collectives.options import sizes as read_sizes
 from pynccl.collectives.registry import ALGORITHMS, algorithms, generate
 from pynccl.collectives.schedule import COLLECTIVES
+from pynccl.operations import OPERATIONS, integer
 
 __all__ = ["LIBRARY", "Measured", "Selection", "load", "main", "tune"]
 
@@ -66,8 +68,9 @@ class Measured:
 class Selection:
     """A table of choices, and where it holds. ``choices``: collective -> ((up to bytes, algorithm), ...).
 
-    Sizes between two that were measured take the choice of the nearer one (of the ratio), those beyond the
-    last that of the last.
+    An algorithm is "library" or "pynccl:..." with a name of the `registry`. Sizes between two that were
+    measured take the choice of the nearer one (of the ratio), those beyond the last that of the last.
+    InvalidArgumentError or TypeError for choices that no call could follow.
     """
 
     size: int
@@ -76,13 +79,34 @@ class Selection:
     choices: dict[str, tuple[tuple[int, str], ...]]
     measured: tuple[Measured, ...] = ()
 
+    def __post_init__(self) -> None:
+        integer("selection", "size", self.size, 1)
+        choices = {name: tuple(_choices(name, rows)) for name, rows in self.choices.items()}
+        object.__setattr__(self, "choices", choices)
+        # What a call needs, so that where the library's own is chosen it costs next to nothing to find that
+        # out: limits to bisect, and one choice more than limits. Nothing for what never chooses another.
+        quick = {}
+        for name, rows in choices.items():
+            names = [None if algorithm == LIBRARY else algorithm for _, algorithm in rows]
+            if any(names):
+                quick[name] = [limit for limit, _ in rows], [*names, names[-1]]
+        object.__setattr__(self, "_quick", quick)
+
     def choose(self, collective: str, nbytes: int) -> str | None:
         """The ``algorithm=`` for a call of so many bytes; None: the library's own."""
-        rows = self.choices.get(collective, ())
-        if not rows:
+        rows = self._quick.get(collective)  # type: ignore[attr-defined]
+        return None if rows is None else rows[1][bisect.bisect_left(rows[0], nbytes)]
+
+    def choose_for(self, collective: str, x: Any, out: Any, ranks: int) -> str | None:
+        """The same for a call on these arrays (``x`` may be None where only ``out`` is used)."""
+        if collective not in self._quick:  # type: ignore[attr-defined]
             return None
-        at = min(bisect.bisect_left([limit for limit, _ in rows], nbytes), len(rows) - 1)
-        return None if rows[at][1] == LIBRARY else rows[at][1]
+        role, array = ("out", out) if x is None else ("x", x)
+        nbytes = array.nbytes if type(array) is np.ndarray else view(collective, role, array).nbytes
+        what = OPERATIONS[collective]
+        if what.out_blocks and not what.x_blocks and role == "x":
+            nbytes *= ranks  # of the longer of the two arrays
+        return self.choose(collective, nbytes)
 
     def check(self, comm: Any) -> None:
         """InvalidUsageError unless the table holds for ``comm``. All ranks call it and learn the same."""
@@ -112,28 +136,20 @@ class Selection:
 
     @classmethod
     def from_json(cls, text: str) -> Selection:
-        """ValueError for what is no table."""
+        """InvalidArgumentError, a ValueError, for what is no table or has choices no call could follow."""
         try:
             found = json.loads(text)
             if found.pop("format") != _FORMAT:
                 raise ValueError(f"its format is not {_FORMAT}")
-            found["choices"] = {
-                name: tuple((int(limit), str(algorithm)) for limit, algorithm in rows)
-                for name, rows in found["choices"].items()
-            }
             found["measured"] = tuple(Measured(**each) for each in found["measured"])
-            table = cls(**found)
-            for name, rows in table.choices.items():
-                known = algorithms(name)  # a ValueError for what is no collective
-                limits = [limit for limit, _ in rows]
-                if limits != sorted(limits):
-                    raise ValueError(f"the sizes of {name} do not grow")
-                for _, algorithm in rows:
-                    if algorithm != LIBRARY and algorithm.removeprefix("pynccl:") not in known:
-                        raise ValueError(f"{name} has no algorithm {algorithm!r}")
-            return table
+            return cls(**found)
+        except InvalidArgumentError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"selection: this is no table of pynccl.collectives.tune ({error})") from error
+            raise InvalidArgumentError(
+                f"selection: this is no table of pynccl.collectives.tune ({type(error).__name__}: {error}); "
+                "make one with tune(comm).save(path)"
+            ) from error
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
@@ -163,12 +179,39 @@ class Selection:
 
 
 def load(table: Selection | str | Path) -> Selection:
-    """A table, or that of a file; ValueError for a file that holds none."""
+    """A table, or that of a file; InvalidArgumentError, a ValueError, for a file that holds none."""
     if isinstance(table, Selection):
         return table
     if not isinstance(table, (str, Path)):
         raise TypeError(f"selection must be a Selection or the path of a file, not {type(table).__name__}")
-    return Selection.from_json(Path(table).read_text())
+    try:
+        return Selection.from_json(Path(table).read_text())
+    except ValueError as error:
+        raise InvalidArgumentError(f"selection {str(table)!r}: {error}") from error
+
+
+def _choices(collective: str, rows: Any) -> Iterator[tuple[int, str]]:
+    """The rows of a table; an error that names what is wrong with one, and what it may be."""
+    if collective not in COLLECTIVES:
+        raise InvalidArgumentError(
+            f"selection: no collective {collective!r} has schedules; choose for {', '.join(COLLECTIVES)}"
+        )
+    known = [f"pynccl:{name}" for name in algorithms(collective)]
+    last = -1
+    for limit, algorithm in rows:
+        limit = integer("selection", f"a limit of {collective}", limit, 0, None)
+        if limit <= last:
+            raise InvalidArgumentError(
+                f"selection: the limits of {collective} do not grow: {limit} bytes after {last}; put the "
+                "rows in order of size"
+            )
+        if algorithm != LIBRARY and algorithm not in known:
+            raise InvalidArgumentError(
+                f"selection: {collective} has no algorithm {algorithm!r}; take {LIBRARY!r} or one of "
+                f"{', '.join(known)}"
+            )
+        last = limit
+        yield limit, algorithm
 
 
 def tune(
@@ -187,13 +230,14 @@ def tune(
     host memory as well. Every rank calls it with the same arguments, at a time when nothing else runs. The
     library's own is kept unless another takes less than 95 % of its time.
     """
-    sizes = sorted(set(sizes))
-    if not sizes or sizes[0] < 4 or repeats < 1:
-        raise InvalidArgumentError(
-            f"tune: sizes={sizes!r}, repeats={repeats}; give sizes of 4 bytes and more, and 1 repeat or more"
-        )
-    candidates = None if candidates is None else [name.removeprefix("pynccl:") for name in candidates]
-    _check_candidates(collectives, candidates)
+    sizes = sorted({integer("tune", "a size", size, 4, None) for size in _listed("sizes", sizes)})
+    if not sizes:
+        raise InvalidArgumentError("tune: sizes=[]; give the sizes to measure, in bytes")
+    repeats = integer("tune", "repeats", repeats, 1)
+    if candidates is not None:
+        candidates = [_name(each) for each in _listed("candidates", candidates)]
+    _check_candidates(_listed("collectives", collectives), candidates)
+    _check_alike(comm, (sizes, list(collectives), candidates, bool(interpreted), repeats))
     measured: list[Measured] = []
     choices: dict[str, tuple[tuple[int, str], ...]] = {}
     for collective in collectives:
@@ -209,15 +253,47 @@ def tune(
     return Selection(comm.size, _topology(hosts), _library(comm), choices, tuple(measured))
 
 
+def _listed(what: str, values: Any) -> list[Any]:
+    """A TypeError for one value where several are meant, such as the letters of a name."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"tune: {what}={values!r} is not a list; pass [{values!r}]")
+    return list(values)
+
+
+def _name(candidate: Any) -> str:
+    if not isinstance(candidate, str):
+        raise TypeError(
+            f"tune: candidates are names such as 'ring', which a table in a file can hold, and {candidate!r} "
+            f"is of type {type(candidate).__name__}; give an algorithm of your own a row in "
+            "pynccl/collectives/registry.py, or time it by itself with comm.prepare(..., algorithm=schedule)"
+        )
+    return candidate.removeprefix("pynccl:")
+
+
 def _check_candidates(collectives: Sequence[str], candidates: Sequence[str] | None) -> None:
     """InvalidArgumentError, a ValueError, unless each collective has all candidates."""
     for collective in collectives:
+        if collective not in COLLECTIVES:
+            raise InvalidArgumentError(
+                f"tune: no collective {collective!r} has schedules; take some of {', '.join(COLLECTIVES)}"
+            )
         unknown = set(candidates or ()) - set(algorithms(collective))
         if unknown:
             raise InvalidArgumentError(
                 f"tune: {collective} has no algorithm {', '.join(sorted(unknown))}; it has "
-                f"{', '.join(algorithms(collective))}"
+                f"{', '.join(algorithms(collective))} (the library's own is always measured)"
             )
+
+
+def _check_alike(comm: Any, arguments: Any) -> None:
+    """InvalidUsageError on all ranks unless all were called alike: else they would wait for each other."""
+    everybodys = comm.all_gather_object(repr(arguments))
+    different = next((rank for rank, theirs in enumerate(everybodys) if theirs != everybodys[0]), None)
+    if different is not None:
+        raise InvalidUsageError(
+            f"tune: rank {different} was called with {everybodys[different]} and rank 0 with {everybodys[0]} "
+            "(sizes, collectives, candidates, interpreted, repeats); call it alike on every rank"
+        )
 
 
 def _measure(
