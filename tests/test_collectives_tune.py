@@ -337,6 +337,7 @@ def test_a_call_is_looked_up_by_the_longer_of_its_arrays():
     assert gathers.choose_for("all_gather", None, x[:78], 3) == "pynccl:ring"
     assert gathers.choose_for("all_gather", bytearray(101), None, 3) == "pynccl:ring"
     assert gathers.choose_for("gather", None, None, 3) is None
+    assert gathers.choose_for("all_gather", None, None, 3) is None
     only = dataclasses.replace(made, choices={"all_reduce": ((300, "library"),)})
     assert only.choose_for("all_reduce", x, None, 3) is None and only.choose("all_reduce", 10**9) is None
 

@@ -99,8 +99,8 @@ class Selection:
 
     def choose_for(self, collective: str, x: Any, out: Any, ranks: int) -> str | None:
         """The same for a call on these arrays (``x`` may be None where only ``out`` is used)."""
-        if collective not in self._quick:  # type: ignore[attr-defined]
-            return None
+        if collective not in self._quick or (x is None and out is None):  # type: ignore[attr-defined]
+            return None  # what is wrong with no array at all the call says itself
         role, array = ("out", out) if x is None else ("x", x)
         nbytes = array.nbytes if type(array) is np.ndarray else view(collective, role, array).nbytes
         what = OPERATIONS[collective]
