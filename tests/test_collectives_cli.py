@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import types
@@ -11,21 +12,38 @@ from pathlib import Path
 import pytest
 
 import pynccl
-from pynccl.collectives import IN, OUT, Builder, Schedule, generate, verify
+from pynccl.collectives import IN, OUT, SCRATCH, Builder, Schedule, diagram, generate, verify
 from pynccl.collectives.__main__ import main
+from pynccl.collectives.diagram import LEGEND
 from pynccl.collectives.msccl import from_msccl
+from pynccl.collectives.options import sizes
 
 
 def test_show_draws_and_proves(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "ring", "--ranks", "3"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("round  rank 0") and "proved, 24 steps in 4 rounds" in text
+    assert f"\n{LEGEND}\n\nring all_reduce" in text
+
+
+def test_the_legend_is_of_the_marks_that_a_drawing_has() -> None:
+    """Each mark of the legend, drawn."""
+    b = Builder("marks", "all_reduce", 3)
+    b.copy(0, IN[0], OUT[0])
+    b.reduce(0, SCRATCH[0], OUT[0])
+    b.send(0, 1, IN[0])
+    b.recv(0, 2, OUT[0])
+    b.recv(0, 2, OUT[0], reduce=True)
+    marks = set(diagram(b.build()).split())
+    told = {word for word in LEGEND.replace(",", " ").replace(";", " ").split() if re.search(r"[>+=]", word)}
+    assert told == {"i0>1", "2>o0", "2+o0", "o0=i0", "o0+s0"} <= marks
 
 
 def test_show_prints_a_line_for_each_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "ring", "--ranks", "3", "--table", "-p", "channels=2"]) == 0
     text = capsys.readouterr().out
     assert "send in[0] to 1" in text and "on channel 1" in text
+    assert "in[0], out[0], scratch[0]: chunks of these arrays, [2:4] is 2 and 3" in text
 
 
 def test_show_gives_files_that_it_takes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,6 +84,73 @@ def test_cost_prints_the_critical_path_and_writes_a_trace(
     text = capsys.readouterr().out
     assert "critical path" in text and "(network)" in text and "1048576 bytes, 2 nodes" in text
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("collective", "asked", "itemsize", "told"),
+    [
+        (
+            "all_reduce",
+            "3",
+            "4",
+            "0 bytes (3 rounded down to a multiple of 4: an element in each block), flat",
+        ),
+        (
+            "all_reduce",
+            "6",
+            "4",
+            "4 bytes (6 rounded down to a multiple of 4: an element in each block), flat",
+        ),
+        (
+            "all_gather",
+            "1K",
+            "4",
+            "1020 bytes (1024 rounded down to a multiple of 12: an element in each block)",
+        ),
+        ("all_gather", "12", "4", "12 bytes, flat"),
+        ("all_reduce", "3", "1", "3 bytes, flat"),
+    ],
+)
+def test_cost_says_when_it_rounds(
+    collective: str, asked: str, itemsize: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["ring", "--ranks", "3", "--collective", collective, "--bytes", asked, "--itemsize", itemsize]
+    assert main(["cost", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"ring {collective}, 3 ranks, {told}")
+    assert f"critical path of {told.split()[0]} bytes\n" in text
+    assert main(["cost", *arguments, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["bytes"] == int(told.split()[0]) and found["asked"] == sizes(asked)[0]
+    assert main(["compare", "--algorithms", *arguments]) == 0
+    line = f"{found['asked']} bytes were rounded down to {found['bytes']}, a multiple of {found['unit']}:"
+    assert (line in capsys.readouterr().out) == ("rounded" in told)
+
+
+def test_cost_says_when_it_shows_the_end_of_a_path_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cost", "ring", "--ranks", "64", "--bytes", "1K,4K"]) == 0
+    text = capsys.readouterr().out
+    head, path = text.split("  critical path of 4096 bytes, the last 40 of ")
+    assert int(path.split()[0]) > 40 and path.count(" round ") == 40
+
+
+def test_the_trace_has_elements_of_the_size_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.json"
+    ends = {}
+    for itemsize in ("4", "1"):
+        arguments = ["--ranks", "2", "--bytes", "2", "--itemsize", itemsize, "--trace", str(trace)]
+        assert main(["cost", "ring", *arguments]) == 0
+        assert f"wrote {trace}, of 2 bytes" in capsys.readouterr().err
+        ends[itemsize] = sorted(event.get("dur", 0) for event in json.loads(trace.read_text())["traceEvents"])
+    assert ends["4"] != ends["1"]  # nothing to send, and two bytes
+
+
+def test_a_reader_that_leaves_is_no_error_of_its_own() -> None:
+    command = [sys.executable, "-m", "pynccl.collectives", "show", "ring", "--ranks", "64", "--table"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as shown:
+        assert shown.stdout is not None and shown.stderr is not None
+        shown.stdout.close()
+        assert shown.stderr.read() == b"" and shown.wait(60) == 128 + 13
 
 
 def test_compare_marks_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:

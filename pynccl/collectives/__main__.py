@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import Any
 
 from pynccl.collectives import report
 from pynccl.collectives.cost import cost
-from pynccl.collectives.diagram import diagram
+from pynccl.collectives.diagram import LEGEND, diagram
 from pynccl.collectives.msccl import from_msccl, to_msccl
 from pynccl.collectives.options import at_least, numbers, output, param, sizes
 from pynccl.collectives.registry import ALGORITHMS, algorithms, generate
@@ -34,6 +36,11 @@ __all__ = ["main"]
 
 _RANKS, _COMPARED_RANKS = 4, 8  # where none are given
 _MOST_COLUMNS = 16  # ranks in a drawing
+_MOST_HOPS = 40  # of a critical path
+_TABLE_LEGEND = (
+    "in[0], out[0], scratch[0]: chunks of these arrays, [2:4] is 2 and 3; a round ends when its messages "
+    "have come"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["tune"]:
             return importlib.import_module("pynccl.collectives.tune").main(arguments[1:])
         options = _parser().parse_args(arguments)
-        return options.run(options)
+        status = options.run(options)
+        sys.stdout.flush()  # what nobody reads any more is an error now, and not at exit
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE  # as of a program that its reader has left
     except Fault as fault:
         print(fault, file=sys.stderr)
         return 1
@@ -62,7 +74,8 @@ def _show(options: argparse.Namespace) -> int:
         print(to_msccl(schedule))
     else:
         drawn = not options.table and schedule.n <= _MOST_COLUMNS
-        print(diagram(schedule) if drawn else schedule.table(), verify(schedule), sep="\n\n")
+        steps, legend = (diagram(schedule), LEGEND) if drawn else (schedule.table(), _TABLE_LEGEND)
+        print(f"{steps}\n{legend}", verify(schedule), sep="\n\n")
     return 0
 
 
@@ -74,12 +87,16 @@ def _cost(options: argparse.Namespace) -> int:
         print(json.dumps([each.as_json() for each in costs]))
     else:
         print(*costs, sep="\n")
-        print("  critical path")
-        for hop in costs[-1].path if len(costs[-1].path) <= 40 else costs[-1].path[-40:]:
+        last = costs[-1]
+        few = f", the last {_MOST_HOPS} of {len(last.path)} hops" if len(last.path) > _MOST_HOPS else ""
+        print(f"  critical path of {last.bytes} bytes{few}")
+        for hop in last.path[-_MOST_HOPS:]:
             times = f"{hop.begin * 1e6:10.2f} - {hop.end * 1e6:10.2f} us"
             print(f"    {times}  rank {hop.rank} round {hop.round}: {hop.what}")
     if options.trace:
-        print(f"wrote {write_trace(options.trace, schedule, options.bytes[-1], topology)}", file=sys.stderr)
+        size, itemsize = options.bytes[-1], options.itemsize
+        path = write_trace(options.trace, schedule, size, topology, itemsize=itemsize)
+        print(f"wrote {path}, of {size} bytes", file=sys.stderr)
     return 0
 
 
@@ -160,7 +177,10 @@ _READERS = {".json": Schedule.from_json, ".xml": from_msccl}
 
 def _read(path: str, ranks: int | None = None) -> Schedule:
     """The schedule of a file; ValueError unless it is of so many ranks (None: any number)."""
-    schedule = _READERS[Path(path).suffix](Path(path).read_text())
+    try:
+        schedule = _READERS[Path(path).suffix](Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     if ranks not in (None, schedule.n):
         raise ValueError(f"{path} is a schedule of {schedule.n} ranks, not of {ranks}; leave out --ranks")
     return schedule

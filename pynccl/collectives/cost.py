@@ -67,7 +67,8 @@ class Timeline:
 class Cost:
     """What a schedule of `bytes` costs on a topology. Bytes of ranks and links are of one call.
 
-    `bytes` is of the larger of IN and OUT, as in nccl-tests. `rounds`: the rounds with messages that wait for
+    `bytes` is of the larger of IN and OUT, as in nccl-tests: a multiple of `unit`, an element in each of its
+    blocks, to which the `asked` bytes are rounded down. `rounds`: the rounds with messages that wait for
     each other, in the longest chain: how often alpha must be paid. `sent`, `received`, `reduced`, `traffic`
     (of memory, read and written): for each rank. `links`: for each class its name, messages, bytes, and the
     most bytes that any of its ports sends or receives. `path`: the critical path, from its beginning.
@@ -77,6 +78,8 @@ class Cost:
     collective: str
     n: int
     bytes: int
+    asked: int
+    unit: int
     topology: str
     rounds: int
     messages: int
@@ -100,7 +103,10 @@ class Cost:
 
     def as_json(self) -> dict[str, Any]:
         """The cost as a dictionary; of the ranks the most."""
-        fields = ("name", "collective", "n", "bytes", "topology", "rounds", "messages", "time")
+        fields = (
+            *("name", "collective", "n", "bytes", "asked", "unit"),
+            *("topology", "rounds", "messages", "time"),
+        )
         most = {f"most_{f}": int(getattr(self, f).max()) for f in ("sent", "received", "reduced", "traffic")}
         path = [dataclasses.asdict(hop) for hop in self.path]
         return {
@@ -112,9 +118,16 @@ class Cost:
             "path": path,
         }
 
+    @property
+    def _rounded(self) -> str:
+        if self.bytes == self.asked:
+            return ""
+        return f" ({self.asked} rounded down to a multiple of {self.unit}: an element in each block)"
+
     def __str__(self) -> str:
         lines = [
-            f"{self.name} {self.collective}, {self.n} ranks, {self.bytes} bytes, {self.topology}",
+            f"{self.name} {self.collective}, {self.n} ranks, {self.bytes} bytes{self._rounded}, "
+            f"{self.topology}",
             f"  time       {self.time * 1e6:.2f} us  (algbw {self.algbw / 1e9:.2f} GB/s, busbw "
             f"{self.busbw / 1e9:.2f} GB/s)",
             f"  rounds     {self.rounds}",
@@ -136,8 +149,8 @@ class Cost:
 def cost(schedule: Schedule, nbytes: int, topology: Topology | None = None, *, itemsize: int = 4) -> Cost:
     """What a schedule costs with `nbytes` in the larger of IN and OUT; `topology`: None is `flat(n)`.
 
-    `nbytes` is rounded down to whole elements of `itemsize` bytes in whole blocks. ValueError if the topology
-    is of other ranks; `Fault` if messages do not match.
+    `nbytes` is rounded down to whole elements of `itemsize` bytes in whole blocks, and `Cost.asked` keeps it.
+    ValueError if the topology is of other ranks; `Fault` if messages do not match.
     """
     t = timeline(schedule, nbytes, topology, itemsize=itemsize)
     columns, ranks, n = schedule.columns, schedule.ranks, schedule.n
@@ -146,14 +159,16 @@ def cost(schedule: Schedule, nbytes: int, topology: Topology | None = None, *, i
     def by_rank(factor: Array) -> Array:
         return np.bincount(ranks, weights=t.row_bytes * factor, minlength=n)
 
-    blocks = max(schedule.in_blocks, schedule.out_blocks)
+    unit = itemsize * max(schedule.in_blocks, schedule.out_blocks)
     reduces = (kind == Kind.RECV_REDUCE) | (kind == Kind.REDUCE)
     traffic = np.array([_TRAFFIC[k] for k in Kind])[kind]
     return Cost(
         name=schedule.name,
         collective=schedule.collective,
         n=n,
-        bytes=nbytes // (itemsize * blocks) * itemsize * blocks,
+        bytes=nbytes // unit * unit,
+        asked=nbytes,
+        unit=unit,
         topology=str(t.topology),
         rounds=t.graph.rounds,
         messages=len(t.graph.sends),

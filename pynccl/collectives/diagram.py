@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from pynccl.collectives.schedule import Kind, Schedule, Span, Step
 
-__all__ = ["diagram"]
+__all__ = ["LEGEND", "diagram"]
+
+LEGEND = (
+    "i, o, s: chunks of in, out, scratch (i2:4 is 2 and 3); i0>1 sends to rank 1, 2>o0 receives from 2, "
+    "2+o0 receives and reduces, o0=i0 copies, o0+s0 reduces"
+)
+"""The notation in a line."""
 
 _MARKS = {
     Kind.SEND: "{src}>{peer}",

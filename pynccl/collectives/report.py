@@ -98,6 +98,11 @@ def comparison(costs: dict[str, list[Cost]]) -> str:
     legend = (
         "bytes: of the longer array; sent, traffic (of memory): bytes of the rank that has most; *: fastest"
     )
+    rounded = {row.asked: row for row in rows if row.bytes != row.asked}
+    lines += [
+        f"{asked} bytes were rounded down to {row.bytes}, a multiple of {row.unit}: an element in each block"
+        for asked, row in sorted(rounded.items())
+    ]
     return "\n".join([*lines, legend])
 
 
