@@ -153,7 +153,7 @@ def test_a_kind_or_buffer_that_is_none_is_refused_in_every_row(column: str, valu
             schedule.replace(columns=columns)
 
 
-UNUSED = {
+UNUSED: dict[str, tuple[list[Kind], list[int], str]] = {
     "src_buffer": ([Kind.RECV], [0, 1, 2], "has a span to read"),
     "src_chunk": ([Kind.RECV], [-9, 1, 2**31 - 1], "has a span to read"),
     "dst_buffer": ([Kind.SEND], [0, 1, 2], "has a span to write"),
@@ -179,20 +179,22 @@ def test_what_a_step_does_not_use_is_refused_before_anybody_reads_it(column: str
                     use(wrong)
 
 
+make: Any = Step  # what types would forbid
+span: Any = Span
 STEPS: dict[str, tuple[Any, str]] = {
-    "a round": (Step(Kind.COPY, 1.5, -1, Span(Buffer.IN, 0), Span(Buffer.OUT, 0)), "round is 1.5; take a wh"),
-    "a truth": (Step(Kind.SEND, True, 1, Span(Buffer.IN, 0)), "round is True; take a whole"),
-    "a peer": (Step(Kind.SEND, 0, "1", Span(Buffer.IN, 0)), "peer is '1'; take a whole"),
-    "a far peer": (Step(Kind.SEND, 0, 2**31, Span(Buffer.IN, 0)), "peer is 2147483648; take a whole"),
-    "a chunk": (Step(Kind.SEND, 0, 1, Span(Buffer.IN, None)), "src_chunk is None; take a whole"),
-    "a buffer": (Step(Kind.SEND, 0, 1, Span(3, 0)), "src_buffer is 3; take a whole number from -1 to 2"),
-    "a kind": (Step(5, 0, 1, Span(Buffer.IN, 0)), "kind is 5; take a whole number from 0 to 4"),
+    "a round": (make(Kind.COPY, 1.5, -1, span(Buffer.IN, 0), span(Buffer.OUT, 0)), "round is 1.5; take a wh"),
+    "a truth": (make(Kind.SEND, True, 1, span(Buffer.IN, 0)), "round is True; take a whole"),
+    "a peer": (make(Kind.SEND, 0, "1", span(Buffer.IN, 0)), "peer is '1'; take a whole"),
+    "a far peer": (make(Kind.SEND, 0, 2**31, span(Buffer.IN, 0)), "peer is 2147483648; take a whole"),
+    "a chunk": (make(Kind.SEND, 0, 1, span(Buffer.IN, None)), "src_chunk is None; take a whole"),
+    "a buffer": (make(Kind.SEND, 0, 1, span(3, 0)), "src_buffer is 3; take a whole number from -1 to 2"),
+    "a kind": (make(5, 0, 1, span(Buffer.IN, 0)), "kind is 5; take a whole number from 0 to 4"),
     "a flag": (
-        Step(Kind.SEND, 0, 1, Span(Buffer.IN, 0), left=2),
+        make(Kind.SEND, 0, 1, span(Buffer.IN, 0), left=2),
         "left is 2; take a whole number from 0 to 1",
     ),
     "lengths": (
-        Step(Kind.COPY, 0, -1, Span(Buffer.IN, 0), Span(Buffer.OUT, 0, 2)),
+        make(Kind.COPY, 0, -1, span(Buffer.IN, 0), span(Buffer.OUT, 0, 2)),
         "different numbers of chunks",
     ),
     "no step": ("copy", "is 'copy'; take a Step"),
@@ -290,7 +292,7 @@ def test_truths_are_left_or_right_but_no_numbers() -> None:
         Schedule.from_json(_column("round", [True] + [0] * 11))
 
 
-NASTY = (
+NASTY: tuple[Any, ...] = (
     None,
     True,
     False,
@@ -373,7 +375,8 @@ def _builder() -> Builder:
     return Builder("mine", "all_reduce", 2)
 
 
-BUILT: dict[str, tuple[Callable[[Builder], Any], str]] = {
+WITHOUT_INDEX: Any = (IN, OUT[0])
+BUILT: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a round": (
         lambda b: b.copy(0, IN[0], OUT[0], round=1.5),
         "mine: copy: round is 1.5; take a whole number",
@@ -424,7 +427,7 @@ BUILT: dict[str, tuple[Callable[[Builder], Any], str]] = {
         "mine: recv: reduce is 1; take a span such",
     ),
     "nothing": (lambda b: b.send(0, 1, None), r"mine: send: src is None; take a span such as OUT\[0\]"),
-    "no chunk chosen": (lambda b: choose(True, IN, OUT[0]), r"choose: yes is IN; write IN\[0\]"),
+    "no chunk chosen": (lambda b: choose(True, *WITHOUT_INDEX), r"choose: yes is IN; write IN\[0\]"),
     "lengths": (
         lambda b: b.copy(b.ranks, IN[np.arange(3)], OUT[0]),
         r"arrays of different lengths: rank \(2,\), ",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import subprocess
 import sys
 
@@ -24,7 +23,6 @@ from pynccl.collectives import (
     algorithms,
     choose,
     generate,
-    verify,
 )
 from pynccl.collectives.diagram import diagram
 from pynccl.collectives.msccl import from_msccl, to_msccl
@@ -149,47 +147,7 @@ def test_steps_json_and_xml_give_the_same_schedule_back(n: int) -> None:
         for derived in ("name", "collective", "n", "columns", "first"):
             del fields[derived]
         assert Schedule.from_steps(name, collective, list(schedule), **fields) == schedule.replace(name=name)
-        assert from_msccl(to_msccl(schedule)).replace(params=schedule.params) == schedule, (collective, name)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 6])
-def test_xml_without_our_rounds_still_gives_a_right_schedule(n: int) -> None:
-    for collective, name in ALGORITHMS:
-        foreign = re.sub(r' (round|index)="\d+"', "", to_msccl(generate(name, n, collective=collective)))
-        verify(from_msccl(foreign), slots=(8,))
-
-
-def test_fused_steps_of_an_in_place_program_are_understood() -> None:
-    """A ring all-reduce of two ranks as MSCCL writes it: in place, with receive-reduce-copy-send."""
-    step = '<step s="{}" type="{}" srcbuf="i" srcoff="{}" dstbuf="i" dstoff="{}" cnt="1" {}/>'
-    gpus = ""
-    for me, peer in ((0, 1), (1, 0)):
-        lines = [("s", peer), ("rrcs", me), ("r", peer)]
-        steps = [
-            step.format(s, kind, chunk, chunk, 'depid="-1" deps="-1" hasdep="0"')
-            for s, (kind, chunk) in enumerate(lines)
-        ]
-        block = f'<tb id="0" send="{peer}" recv="{peer}" chan="0">{"".join(steps)}</tb>'
-        gpus += f'<gpu id="{me}" i_chunks="2" o_chunks="0" s_chunks="0">{block}</gpu>'
-    head = 'name="pair" proto="LL" nchannels="1" nchunksperloop="2" ngpus="2" coll="allreduce" inplace="1"'
-    schedule = from_msccl(f"<algo {head}>{gpus}</algo>")
-    verify(schedule)
-    assert [step.kind for step in schedule.steps(0)] == [
-        Kind.COPY,
-        Kind.SEND,
-        Kind.RECV_REDUCE,
-        Kind.SEND,
-        Kind.RECV,
-    ]
-
-
-def test_what_is_no_program_is_refused_in_words() -> None:
-    with pytest.raises(ValueError, match="not XML"):
-        from_msccl("algo")
-    with pytest.raises(ValueError, match="missing or unknown"):
-        from_msccl("<algo/>")
-    with pytest.raises(ValueError, match="not the JSON of a schedule"):
-        Schedule.from_json("{}")
+        assert from_msccl(to_msccl(schedule)) == schedule, (collective, name)
 
 
 def test_the_table_and_the_drawing_say_who_does_what() -> None:
