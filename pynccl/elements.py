@@ -60,10 +60,15 @@ _OTHER_NAMES = {
     **dict.fromkeys(("add", "+"), "sum"),
     **{name: name for name in _EVERY},  # in capitals
 }
-_NO_16_BIT = "NCCL has no 16-bit integers; reduce x.astype('int32') (moving them, as in all_gather, is fine)"
+_BY_A_SCHEDULE = "or reduce by a function and a schedule, such as op=np.add, algorithm='pynccl:ring'"
+_NO_16_BIT = (
+    "NCCL has no 16-bit integers; reduce x.astype('int32') (moving them, as in all_gather, is fine), "
+    + _BY_A_SCHEDULE
+)
 _BOOLEANS = "use op='max' (any) or op='min' (all), or x.astype('int32') to count"
 _COMPLEX = (
-    "complex numbers reduce by 'sum' and 'avg' only; gather them and combine them yourself for anything else"
+    "complex numbers reduce by 'sum' and 'avg' only; for a product pass op=np.multiply and "
+    "algorithm='pynccl:ring'"
 )
 
 # name, bytes, NCCL's type, library elements per element, reductions, remedy
@@ -116,7 +121,7 @@ def as_bytes(name: str, itemsize: int) -> ElementType:
         reduces_as=None,
         reduce_lanes=1,
         reductions={},
-        remedy="NCCL cannot reduce it; convert to a type it has, for example x.astype('float32')",
+        remedy=f"NCCL cannot reduce it; convert to a type it has, x.astype('float32'), {_BY_A_SCHEDULE}",
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import pynccl
 from pynccl.abi.types import RedOp
-from pynccl.collectives import ADASUM
+from pynccl.collectives import ADASUM, compile, generate
 from pynccl.operations import OPERATIONS
 from pynccl.testing import run_ranks
 
@@ -105,3 +105,27 @@ def test_the_abis_operations_are_taken_with_a_schedule_as_without() -> None:
         assert step().tolist() == [1] * 3
 
     run_ranks(2, rank, processes=False, library="host", timeout=60)
+
+
+def test_what_is_compiled_for_another_communicator_is_refused(alone: pynccl.Communicator) -> None:
+    child = alone.split(0)
+    theirs = compile(generate("ring", 1), child)
+    for run in (alone.all_reduce, lambda x, algorithm: alone.prepare("all_reduce", x, algorithm=algorithm)):
+        with pytest.raises(
+            pynccl.InvalidArgumentError, match="all_reduce: <Compiled.* is compiled for another"
+        ):
+            run(np.ones(2), algorithm=theirs)
+    assert child.all_reduce(np.ones(2), algorithm=theirs).tolist() == [1, 1]
+    child.destroy()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "ufunc"), [("complex64", "prod", np.multiply), ("int16", "sum", np.add)]
+)
+def test_a_reduction_that_nccl_lacks_names_one_that_works(
+    alone: pynccl.Communicator, dtype: str, op: str, ufunc: np.ufunc
+) -> None:
+    words = f"op='{op}' is not possible for {dtype}; .*op=np.{ufunc.__name__}.*algorithm='pynccl:ring'"
+    with pytest.raises(pynccl.InvalidArgumentError, match=words):
+        alone.all_reduce(np.ones(2, dtype), op=op)
+    assert alone.all_reduce(np.ones(2, dtype), op=ufunc, algorithm="pynccl:ring").tolist() == [1, 1]

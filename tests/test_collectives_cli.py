@@ -218,6 +218,7 @@ def test_wrong_arguments_are_refused_in_words(
     [
         (["cost", "ring", "--bytes", "1X"], "'1X' is no size"),
         (["verify", "--all", "--ranks", "a-b"], "is no number or range"),
+        (["verify", "--all", "--ranks", "1-99999999999"], "'1-99999999999' are too many numbers; take"),
         (["show", "ring", "-p", "channels"], "write name=value"),
     ],
 )

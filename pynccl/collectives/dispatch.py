@@ -72,6 +72,11 @@ def _executor(comm: Any, call: str, op: Any, root: int | None, algorithm: Any) -
         root = check_rank(call, "root", root, comm.size)
     if isinstance(algorithm, Compiled):
         _check_collective(call, algorithm.schedule)
+        if algorithm._comm is not comm:
+            raise InvalidArgumentError(
+                f"{call}: {algorithm!r} is compiled for another communicator than {comm!r}; compile it for "
+                "this one, or pass the schedule"
+            )
         return algorithm
     schedule = _named(call, algorithm, comm.size, root) if isinstance(algorithm, str) else algorithm
     if not isinstance(schedule, Schedule):

@@ -14,6 +14,7 @@ from typing import Any
 
 __all__ = ["at_least", "names_of", "numbers", "output", "param", "sizes"]
 
+_MOST = 1 << 20  # numbers of a range: far more than there is time for
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -38,6 +39,8 @@ def numbers(text: str) -> list[int]:
             raise argparse.ArgumentTypeError(f"{each!r} is no number or range; write 8, 1-33 or 2,4,8")
         if dash and int(first) > int(last):
             raise argparse.ArgumentTypeError(f"{each!r} is empty; write {last}-{first}")
+        if dash and int(last) - int(first) >= _MOST:
+            raise argparse.ArgumentTypeError(f"{each!r} are too many numbers; take {_MOST} at most")
         found += range(int(first), int(last if dash else first) + 1)
     return found
 
