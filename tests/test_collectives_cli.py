@@ -160,6 +160,15 @@ def test_compare_marks_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[3].split()[:3] == ["ring", "1048576", "126"]
 
 
+def test_algorithms_may_be_written_as_calls_write_them(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["show"], ["cost"], ["verify", "--ranks", "2"], ["compare", "--algorithms"]):
+        seen = []
+        for name in ("ring", "pynccl:ring"):
+            assert main([*command, name]) == 0
+            seen.append(re.sub(r"[\d.]+ s\n", "", capsys.readouterr().out))
+        assert seen[0] == seen[1]
+
+
 def test_compare_as_json_gives_all_costs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "--ranks", "8", "--bytes", "1K,1M", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)

@@ -25,7 +25,7 @@ from pynccl.collectives import report
 from pynccl.collectives.cost import cost
 from pynccl.collectives.diagram import LEGEND, diagram
 from pynccl.collectives.msccl import from_msccl, to_msccl
-from pynccl.collectives.options import at_least, numbers, output, param, sizes
+from pynccl.collectives.options import algorithm, at_least, numbers, output, param, sizes
 from pynccl.collectives.registry import ALGORITHMS, algorithms, generate
 from pynccl.collectives.schedule import COLLECTIVES, Schedule
 from pynccl.collectives.topology import Topology, parse
@@ -102,7 +102,7 @@ def _cost(options: argparse.Namespace) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     collective = options.collective
-    names = options.algorithms.split(",") if options.algorithms else list(algorithms(collective))
+    names = options.algorithms or list(algorithms(collective))
     files = {name: _read(name, options.ranks) for name in names if Path(name).suffix in _READERS}
     n = next(
         (schedule.n for schedule in files.values()),
@@ -203,14 +203,16 @@ def _parser() -> argparse.ArgumentParser:
     costs.add_argument("--trace", type=output, help="write the timeline for Perfetto to this file")
     compare = commands.add_parser("compare", help="the costs of several algorithms side by side")
     compare.set_defaults(run=_compare)
-    compare.add_argument("--algorithms", help="ring,mine.json,...; none: all of the collective")
+    compare.add_argument(
+        "--algorithms", type=_algorithms, help="ring,mine.json,...; none: all of the collective"
+    )
     compare.add_argument("--ranks", type=at_least(1), help=f"{_COMPARED_RANKS} if not given, or a file's")
     compare.add_argument("--collective", default="all_reduce", choices=COLLECTIVES)
     _sizes(compare)
     compare.add_argument("--png", type=output, help="draw the times over sizes from 1K to 1G into this file")
     prove = commands.add_parser("verify", help="prove algorithms for many numbers of ranks")
     prove.set_defaults(run=_verify)
-    prove.add_argument("algorithm", nargs="*", help="names, or files of schedules")
+    prove.add_argument("algorithm", nargs="*", type=algorithm, help="names, or files of schedules")
     prove.add_argument("--all", action="store_true", help="every algorithm with all its variants and roots")
     prove.add_argument("--ranks", type=numbers, default=list(range(1, 9)), help="such as 8 or 1-33 or 2,4,8")
     prove.add_argument("--collective", choices=COLLECTIVES)
@@ -227,12 +229,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _algorithms(text: str) -> list[str]:
+    return [algorithm(each) for each in text.split(",")]
+
+
 def _first_line() -> str:
     return (__doc__ or "").splitlines()[0]
 
 
 def _one_algorithm(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("algorithm", help="its name, or the file of a schedule (.json, .xml)")
+    parser.add_argument("algorithm", type=algorithm, help="its name, or the file of a schedule (.json, .xml)")
     parser.add_argument("--ranks", type=int, help=f"{_RANKS} if not given, or a file's")
     parser.add_argument("--collective", default="all_reduce", choices=COLLECTIVES)
     parser.add_argument("-p", "--param", type=param, action="append", default=[], help="such as channels=2")

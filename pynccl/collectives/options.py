@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["at_least", "names_of", "numbers", "output", "param", "sizes"]
+__all__ = ["algorithm", "at_least", "names_of", "numbers", "output", "param", "sizes"]
 
 _MOST = 1 << 20  # numbers of a range: far more than there is time for
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -58,6 +58,11 @@ def at_least(lowest: int) -> Callable[[str], int]:
         return value
 
     return read
+
+
+def algorithm(text: str) -> str:
+    """The name of an algorithm, as calls write it ("pynccl:ring") or without the prefix, or a file."""
+    return text.strip().removeprefix("pynccl:")
 
 
 def names_of(known: Iterable[str], what: str, *, prefix: str = "") -> Callable[[str], list[str]]:
