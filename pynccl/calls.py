@@ -7,42 +7,39 @@ row of ``operations.OPERATIONS``, and the checks are ``operations.plan``.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from . import gpu
 from .abi.enums import Result
-from .arrays import STREAM_ORDERED, addressof, numpy_element, view_writable
+from .arrays import STREAM_ORDERED
 from .config import algorithm_config
 from .core import Core
-from .elements import ELEMENTS, ReduceOp, operation_name
+from .elements import operation_name
 from .flight import gpu_flight, hand_over
 from .group import Deferred, nothing
 from .operations import OPERATIONS, Operation, Plan, check_rank, plan, plan_message
 from .premul import PreMulSum
 from .prepared import Prepared
+from .quick import NOT_TAKEN, Records
 from .streams import Stream, gpu_stream, host_stream
 from .threadstate import current
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE, ALL_TO_ALL, GATHER, SCATTER = OPERATIONS.values()
 
-_ndarray = np.ndarray
-
 
 class Collectives(Core):
     """What a Communicator does with data."""
 
-    _all_reduce: Callable[..., int]
-    """The library's functions, for the quick path of host arrays."""
-    _all_gather: Callable[..., int]
-    _reduce_scatter: Callable[..., int]
-    _broadcast: Callable[..., int]
-    _reduce: Callable[..., int]
-    _all_to_all: Callable[..., int]
-    _gather: Callable[..., int]
-    _scatter: Callable[..., int]
+    _quick_all_reduce: Any  # the records: see quick.Records
+    _quick_all_gather: Any
+    _quick_reduce_scatter: Any
+    _quick_broadcast: Any
+    _quick_reduce: Any
+    _quick_all_to_all: Any
+    _quick_gather: Any
+    _quick_scatter: Any
 
     # --- collectives ----------------------------------------------------------------------------------------
     # What is common to all (arrays, `stream`, `algorithm`) is in the docstring of Communicator.
@@ -59,17 +56,13 @@ class Collectives(Core):
 
         >>> comm.all_reduce(np.full(4, comm.rank, "f4"))       # doctest: +SKIP
         """
-        # The quick path, for the call that hot loops make on host arrays: the same checks by other means.
-        if type(x) is _ndarray and stream is None and algorithm is None and not current.busy:
+        # The quick path, for the calls that hot loops make: see quick.py.
+        if stream is None and algorithm is None and not current.busy:
             try:
-                dtype, code = self._quick[op][x.dtype]
-                address = target = addressof(view_writable(x))
-                if out is not None:
-                    target = _apart(x, address, out)
-            except (KeyError, TypeError, ValueError):
-                pass  # for `plan` to accept, or to say what is wrong
-            else:
-                code = self._all_reduce(address, target, x.size, dtype, code, self._handle, None)
+                code = self._take(self._quick_all_reduce[op], x, out)
+            except (KeyError, TypeError):  # no such operation or root; the general path says so
+                code = NOT_TAKEN
+            if code >= 0:
                 if code:
                     self._settle(code, "all_reduce (ncclAllReduce)", (x, out))
                 return x if out is None else out
@@ -81,20 +74,9 @@ class Collectives(Core):
         ``out``, if given, has size times the elements of ``x``; ``x`` may be this rank's block of it (in
         place).
         """
-        if (
-            type(x) is _ndarray
-            and type(out) is _ndarray
-            and stream is None
-            and algorithm is None
-            and not current.busy
-        ):
-            try:
-                dtype, lanes = self._moved[x.dtype]
-                source, target = _pair(x, out, 1, self.size, self.rank)
-            except (KeyError, TypeError, ValueError):
-                pass  # as in all_reduce
-            else:
-                code = self._all_gather(source, target, x.size * lanes, dtype, self._handle, None)
+        if stream is None and algorithm is None and not current.busy:
+            code = self._take(self._quick_all_gather, x, out)
+            if code >= 0:
                 if code:
                     self._settle(code, "all_gather (ncclAllGather)", (x, out))
                 return out
@@ -107,20 +89,12 @@ class Collectives(Core):
 
         ``out``, if given, has 1/size of the elements; it may be this rank's block of ``x`` (in place).
         """
-        if (
-            type(x) is _ndarray
-            and type(out) is _ndarray
-            and stream is None
-            and algorithm is None
-            and not current.busy
-        ):
+        if stream is None and algorithm is None and not current.busy:
             try:
-                dtype, code = self._quick[op][x.dtype]
-                source, target = _pair(x, out, self.size, 1, self.rank)
-            except (KeyError, TypeError, ValueError):
-                pass  # as in all_reduce
-            else:
-                code = self._reduce_scatter(source, target, out.size, dtype, code, self._handle, None)
+                code = self._take(self._quick_reduce_scatter[op], x, out)
+            except (KeyError, TypeError):  # no such operation or root; the general path says so
+                code = NOT_TAKEN
+            if code >= 0:
                 if code:
                     self._settle(code, "reduce_scatter (ncclReduceScatter)", (x, out))
                 return out
@@ -130,26 +104,12 @@ class Collectives(Core):
         self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, algorithm: Any = None
     ) -> Any:
         """Every rank gets the root's ``x``: in ``x``, or in ``out`` (``x`` may be None elsewhere)."""
-        if (
-            type(x) is _ndarray
-            and type(root) is int
-            and stream is None
-            and algorithm is None
-            and not current.busy
-        ):
+        if type(root) is int and stream is None and algorithm is None and not current.busy:
             try:
-                dtype, lanes = self._moved[x.dtype]
-                if out is None:
-                    source = target = addressof(view_writable(x))
-                else:
-                    source, target = _pair(x, out, 1, 1, 0)
-                if root != self.rank:
-                    source = target
-                    _check_root(root, self.size)
-            except (KeyError, TypeError, ValueError):
-                pass  # as in all_reduce
-            else:
-                code = self._broadcast(source, target, x.size * lanes, dtype, root, self._handle, None)
+                code = self._take(self._quick_broadcast[root], x, out)
+            except (KeyError, TypeError):  # no such operation or root; the general path says so
+                code = NOT_TAKEN
+            if code >= 0:
                 if code:
                     self._settle(code, "broadcast (ncclBroadcast)", (x, out))
                 return x if out is None else out
@@ -169,29 +129,15 @@ class Collectives(Core):
 
         Returns it on the root and None elsewhere, where ``x`` stays as it is and ``out`` is not used.
         """
-        if (
-            type(x) is _ndarray
-            and type(root) is int
-            and stream is None
-            and algorithm is None
-            and not current.busy
-        ):
+        if type(root) is int and stream is None and algorithm is None and not current.busy:
             try:
-                dtype, code = self._quick[op][x.dtype]
-                if root != self.rank:
-                    _check_root(root, self.size)
-                    source, target = addressof(view_writable(x)), None
-                elif out is None:
-                    source = target = addressof(view_writable(x))
-                else:
-                    source, target = _pair(x, out, 1, 1, 0)
-            except (KeyError, TypeError, ValueError):
-                pass  # as in all_reduce
-            else:
-                code = self._reduce(source, target, x.size, dtype, code, root, self._handle, None)
+                code = self._take(self._quick_reduce[root][op], x, out)
+            except (KeyError, TypeError):  # no such operation or root; the general path says so
+                code = NOT_TAKEN
+            if code >= 0:
                 if code:
                     self._settle(code, "reduce (ncclReduce)", (x, out))
-                return None if target is None else x if out is None else out
+                return None if root != self.rank else x if out is None else out
         return self._run(REDUCE, x, out, op, root, stream, algorithm)
 
     def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None, algorithm: Any = None) -> Any:
@@ -199,22 +145,9 @@ class Collectives(Core):
 
         ``x`` and ``out`` are (size * k, ...) and must not overlap.
         """
-        if (
-            type(x) is _ndarray
-            and type(out) is _ndarray
-            and stream is None
-            and algorithm is None
-            and not current.busy
-        ):
-            try:
-                dtype, lanes = self._moved[x.dtype]
-                source, target = _pair(x, out, self.size, self.size, -1)
-            except (KeyError, TypeError, ValueError):
-                pass  # as in all_reduce
-            else:
-                code = self._all_to_all(
-                    source, target, x.size // self.size * lanes, dtype, self._handle, None
-                )
+        if stream is None and algorithm is None and not current.busy:
+            code = self._take(self._quick_all_to_all, x, out)
+            if code >= 0:
                 if code:
                     self._settle(code, "all_to_all (ncclAlltoAll)", (x, out))
                 return out
@@ -224,27 +157,15 @@ class Collectives(Core):
         self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, algorithm: Any = None
     ) -> Any:
         """The root gets ``x`` of all ranks as in ``all_gather``; elsewhere None, and ``out`` is not used."""
-        if (
-            type(x) is _ndarray
-            and type(root) is int
-            and stream is None
-            and algorithm is None
-            and not current.busy
-        ):
+        if type(root) is int and stream is None and algorithm is None and not current.busy:
             try:
-                dtype, lanes = self._moved[x.dtype]
-                if root == self.rank:
-                    source, target = _pair(x, out, 1, self.size, root)
-                else:
-                    _check_root(root, self.size)
-                    source, target = addressof(view_writable(x)), None
-            except (KeyError, TypeError, ValueError):
-                pass  # as in all_reduce
-            else:
-                code = self._gather(source, target, x.size * lanes, dtype, root, self._handle, None)
+                code = self._take(self._quick_gather[root], x, out)
+            except (KeyError, TypeError):  # no such operation or root; the general path says so
+                code = NOT_TAKEN
+            if code >= 0:
                 if code:
                     self._settle(code, "gather (ncclGather)", (x, out))
-                return None if target is None else out
+                return out if root == self.rank else None
         return self._run(GATHER, x, out, None, root, stream, algorithm)
 
     def scatter(
@@ -255,26 +176,12 @@ class Collectives(Core):
         Off the root ``x`` is not read: pass None and ``out``, or an array of the root's shape to size the
         result.
         """
-        if (
-            type(out) is _ndarray
-            and type(root) is int
-            and stream is None
-            and algorithm is None
-            and not current.busy
-        ):
+        if type(root) is int and stream is None and algorithm is None and not current.busy:
             try:
-                dtype, lanes = self._moved[out.dtype]
-                if root == self.rank:
-                    source, target = _pair(x, out, self.size, 1, root)
-                elif x is None:
-                    _check_root(root, self.size)
-                    source = target = addressof(view_writable(out))
-                else:
-                    raise ValueError
-            except (KeyError, TypeError, ValueError):
-                pass  # as in all_reduce
-            else:
-                code = self._scatter(source, target, out.size * lanes, dtype, root, self._handle, None)
+                code = self._take(self._quick_scatter[root], x, out)
+            except (KeyError, TypeError):  # no such operation or root; the general path says so
+                code = NOT_TAKEN
+            if code >= 0:
                 if code:
                     self._settle(code, "scatter (ncclScatter)", (x, out))
                 return out
@@ -498,75 +405,15 @@ class Collectives(Core):
         return self._token
 
     def _opened(self) -> None:
+        records = None
         if self.library.kind == "host" and self._blocking:  # the quick path is for calls that wait
-            self._quick, self._moved = _QUICK, _MOVED
-            for what in OPERATIONS.values():
-                setattr(self, f"_{what.name}", getattr(self.library, what.function))
+            records = Records(self.library, self._handle or 0, self.rank, self.size)
+            self._take = records.call
+        for name in OPERATIONS:
+            setattr(self, f"_quick_{name}", {} if records is None else records.by_name[name])
+        self._records = records
 
 
 def _is_schedule(algorithm: Any) -> bool:
     """Whether it is for `pynccl.collectives`, and not one of the library's own."""
     return algorithm is not None and (not isinstance(algorithm, str) or algorithm.startswith("pynccl:"))
-
-
-def _apart(x: np.ndarray, address: int, out: Any) -> int:
-    """The address of ``out``, if it is an array like ``x`` that lies apart from it; else ValueError."""
-    if type(out) is not _ndarray or out.dtype != x.dtype or out.size != x.size:
-        raise ValueError
-    target = addressof(view_writable(out))
-    if target != address and abs(target - address) < x.nbytes:
-        raise ValueError
-    return target
-
-
-def _pair(x: np.ndarray, out: Any, gives: int, gets: int, block: int) -> tuple[int, int]:
-    """The addresses of two like arrays of ``gives`` and ``gets`` blocks; ValueError for ``plan`` to judge.
-
-    They lie apart, or the smaller is number ``block`` of the other; -1: it has no in-place form.
-    """
-    if type(x) is not _ndarray or type(out) is not _ndarray or x.dtype != out.dtype:
-        raise ValueError
-    count = x.size // gives
-    if count * gives != x.size or count * gets != out.size:
-        raise ValueError
-    source, target = addressof(view_writable(x)), addressof(view_writable(out))
-    if source + x.nbytes > target and target + out.nbytes > source:
-        step = block * count * x.itemsize
-        at = target - source if gives > gets else source - target
-        if block < 0 or at != (step if gives != gets else 0):
-            raise ValueError
-    return source, target
-
-
-def _check_root(root: int, size: int) -> None:
-    if not 0 <= root < size:
-        raise ValueError
-
-
-def _moved_table() -> dict[np.dtype, tuple[int, int]]:
-    """native dtype -> (data type, library elements for one of the array)."""
-    table = {}
-    for name, element in ELEMENTS.items():
-        try:
-            table[np.dtype(name)] = int(element.moves_as), element.move_lanes
-        except TypeError:
-            continue  # as in _quick_table
-    return table
-
-
-def _quick_table() -> dict[Any, dict[np.dtype, tuple[int, int]]]:
-    """operation -> native dtype -> (data type, operation), for the types that are one library element."""
-    table: dict[Any, dict[np.dtype, tuple[int, int]]] = {op.value: {} for op in ReduceOp}
-    for name, element in ELEMENTS.items():
-        try:
-            dtype = np.dtype(name)
-        except TypeError:
-            continue  # one of ml_dtypes', whose arrays have no buffer interface
-        assert numpy_element("all_reduce", "x", dtype) is element
-        if element.reduces_as is not None and element.reduce_lanes == 1:
-            for op, code in element.reductions.items():
-                table[op][dtype] = int(element.reduces_as), int(code)
-    return table
-
-
-_QUICK, _MOVED = _quick_table(), _moved_table()

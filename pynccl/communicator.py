@@ -14,6 +14,7 @@ from .derive import Derivation
 from .memory import OneSided
 from .objects import Objects
 from .operations import check_rank, integer
+from .quick import not_taken
 from .threadstate import current
 
 
@@ -133,7 +134,7 @@ class Communicator(Objects, OneSided, Derivation):
         except BaseException:
             self.abort()
             raise
-        self._selection, self._quick, self._moved = table, {}, {}
+        self._selection, self._take = table, not_taken
 
     @classmethod
     def init_all(

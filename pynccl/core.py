@@ -27,6 +27,7 @@ from .config import communicator_config, is_blocking
 from .flight import keep_for_ever
 from .group import Deferred
 from .operations import Place
+from .quick import not_taken
 from .threadstate import current
 from .timeouts import check_patience, check_timeout, timeout_from_environment
 
@@ -53,10 +54,8 @@ class Core:
     """Whether calls take arrays in GPU memory."""
     _place: Place
     """Rank, size and device together: what the checks of a call look at."""
-    _quick: Mapping[Any, Any]
-    """What the quick path of calls takes: operation and dtype; empty when it is closed."""
-    _moved: Mapping[Any, Any]
-    """The same by dtype alone, for calls that compute nothing."""
+    _take: Callable[[Any, Any, Any], int]
+    """Makes a call of a record (quick.py) with two arrays; ``not_taken`` where the quick path is closed."""
     _handle: int | None
     _ended: str | None
     _flushed: bool
@@ -234,7 +233,7 @@ class Core:
     def _end(self, ended: str) -> None:
         """From now on every use is an error that says ``ended``."""
         self._ended, self._handle = ended, None
-        self._quick, self._moved = {}, {}
+        self._take = not_taken
         for owned in self._owned:
             owned._invalidate()  # it went with the communicator
         for prepared in list(self._prepared):
@@ -323,7 +322,7 @@ class Core:
         self._in_progress: list[Any] = []
         self._owned: dict[Any, None] = {}
         self._prepared: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._quick, self._moved = {}, {}
+        self._take = not_taken
         self._algorithms: dict[str, Any] = {}
         self._selection: Any = None  # a pynccl.collectives.tune.Selection; never inherited
         self._token: Any = None

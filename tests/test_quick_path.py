@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes  # noqa: F401  (bfloat16 by name)
 import numpy as np
 import pytest
 
 import pynccl
+from pynccl import quick
+from pynccl.abi.enums import Result
+from pynccl.abi.types import pyncclArrayCall_t, pyncclCall_t
+from pynccl.quick import NOT_TAKEN, not_taken
 from pynccl.testing import run_ranks
 
 Comm = Any
@@ -35,6 +41,16 @@ def halves(comm: Comm, *, x_blocks: bool, block: int) -> tuple[tuple[Any, ...], 
     return call(whole, out=part) if x_blocks else call(part, out=whole)
 
 
+def halves_apart(comm: Comm) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    whole = numbers(comm, 16)
+    return call(whole[:8], out=whole[8:])
+
+
+def overlapping(comm: Comm, by: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    whole = numbers(comm, 16)
+    return call(whole[:8], out=whole[by : by + 8])
+
+
 GROW, SHRINK = ("all_gather", "gather"), ("reduce_scatter", "scatter")
 SAME = ("all_reduce", "broadcast", "reduce", "all_to_all")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
@@ -57,6 +73,13 @@ def pair(name: str, dtype: str = "f4", **named: Any) -> Make:
 QUICK: list[tuple[str, Make]] = [
     *((name, pair(name, dtype)) for name in (*GROW, *SHRINK, *SAME) for dtype in ("f4", "i8")),
     *((name, pair(name, dtype)) for name in ("all_gather", "all_to_all") for dtype in ("i2", "c16", "?")),
+    *((name, pair(name, dtype)) for name in ("all_reduce", "reduce") for dtype in ("c8", "c16", "bfloat16")),
+    *((name, pair(name, op=pynccl.ReduceOp.MIN)) for name in ("all_reduce", "reduce_scatter", "reduce")),
+    *((name, lambda c: call(numbers(c, 0), out=np.zeros(0, "f4"))) for name in (*GROW[:1], *SAME)),
+    *((name, lambda c: call(numbers(c, 24).reshape(2, 3, 4))) for name in ("all_reduce", "broadcast")),
+    ("all_reduce", lambda c: call(np.array(float(c.rank)), out=np.array(0.0))),
+    ("all_reduce", lambda c: call(numbers(c, 16)[8:], out=numbers(c, 16)[:8])),
+    ("all_reduce", lambda c: halves_apart(c)),
     *((name, lambda c: call(numbers(c, 8))) for name in ("all_reduce", "broadcast", "reduce")),
     ("all_gather", lambda c: halves(c, x_blocks=False, block=c.rank)),
     ("reduce_scatter", lambda c: halves(c, x_blocks=True, block=c.rank)),
@@ -65,6 +88,15 @@ QUICK: list[tuple[str, Make]] = [
 
 GENERAL: list[tuple[str, Make]] = [
     *((name, pair(name, root=root)) for name in ROOTED for root in (2, -1, "0", 1.0)),
+    *((name, pair(name, root=True)) for name in ROOTED[:3]),
+    *((name, lambda c: overlapping(c, by=1)) for name in ("all_reduce", "all_to_all")),
+    ("all_reduce", lambda c: call(numbers(c, 8).astype(">f4"))),
+    ("all_reduce", lambda c: call(np.asfortranarray(numbers(c, 8).reshape(2, 4)))),
+    ("all_reduce", lambda c: call(numbers(c, 8).view(np.recarray))),
+    ("all_reduce", lambda c: call(numbers(c, 8), op=["sum"])),
+    ("all_reduce", lambda c: call(numbers(c, 8), out="out")),
+    ("all_reduce", lambda c: call(None)),
+    ("all_reduce", lambda c: call(3.0)),
     *((name, lambda c: call(numbers(c, 7), out=np.zeros(5, "f4"))) for name in (*GROW[:1], *SHRINK[:1])),
     *((name, lambda c: call(numbers(c, 8), out=np.zeros(8, "f8"))) for name in ("all_gather", *SAME[::3])),
     *((name, lambda c: call(numbers(c, 8), out=read_only(8))) for name in SAME[::3]),
@@ -92,7 +124,7 @@ def outcome(comm: Comm, name: str, make: Make) -> tuple[Any, ...]:
 
 
 def both_ways(comm: Comm, cases: list[tuple[str, Make]]) -> list[tuple[Any, Any, int]]:
-    tables = comm._quick, comm._moved
+    take = comm._take
     general = comm._run
     taken = [0]
 
@@ -106,9 +138,9 @@ def both_ways(comm: Comm, cases: list[tuple[str, Make]]) -> list[tuple[Any, Any,
         taken[0] = 0
         quick = outcome(comm, name, make)
         of_quick = taken[0]
-        comm._quick, comm._moved = {}, {}
+        comm._take = not_taken
         slow = outcome(comm, name, make)
-        comm._quick, comm._moved = tables
+        comm._take = take
         told.append((quick, slow, of_quick))
     del comm._run
     return told
@@ -117,6 +149,59 @@ def both_ways(comm: Comm, cases: list[tuple[str, Make]]) -> list[tuple[Any, Any,
 @pytest.mark.parametrize(("cases", "general"), [(QUICK, 0), (GENERAL, 1)], ids=["quick", "general"])
 def test_both_paths_tell_the_same(cases: list[tuple[str, Make]], general: int) -> None:
     for told in run_ranks(2, both_ways, cases, processes=False, library="host"):
-        for (name, _), (quick, slow, taken) in zip(cases, told, strict=True):
-            assert quick == slow, name
-            assert taken == general, f"{name} took the other path: {quick}"
+        for (name, _), (told_quickly, slow, taken) in zip(cases, told, strict=True):
+            assert told_quickly == slow, name
+            assert taken == general, f"{name} took the other path: {told_quickly}"
+
+
+def wrong_layouts() -> list[dict[str, Any]]:
+    return [
+        {"_fields_": list(reversed(quick._ArrayObject._fields_))},
+        {"_fields_": [("more", ctypes.c_void_p), *quick._ArrayObject._fields_]},
+        {"_fields_": [*quick._ArrayObject._fields_, ("rest", ctypes.c_char * 1000)]},
+    ]
+
+
+@pytest.mark.parametrize("fields", wrong_layouts(), ids=["reversed", "shifted", "too long"])
+def test_an_array_object_that_is_otherwise_closes_the_quick_path(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With no layout nothing may be taken, and nothing else changes.
+    monkeypatch.setattr(quick, "_ArrayObject", type("_ArrayObject", (ctypes.Structure,), fields))
+    assert quick.array_layout.__wrapped__() is None
+    monkeypatch.setattr(quick, "array_layout", lambda: None)
+    with pynccl.init(library="host") as comm:
+        x = np.arange(4.0)
+        assert comm._take(comm._quick_all_reduce, x, None) == NOT_TAKEN
+        assert comm.all_reduce(x) is x
+        assert comm.all_gather(x).tolist() == x.tolist()
+
+
+def test_the_layout_is_confirmed_on_this_python_and_numpy() -> None:
+    assert quick.array_layout() is not None
+
+
+def test_an_ended_communicator_takes_nothing() -> None:
+    comm = pynccl.init(library="host")
+    prepared = comm.prepare("all_reduce", np.ones(3, "f4"))
+    comm.destroy()
+    for made in (lambda: comm.all_reduce(np.ones(3, "f4")), prepared):
+        with pytest.raises(pynccl.NcclError, match="destroyed"):
+            made()
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000])
+def test_a_record_of_another_version_is_refused(size: int) -> None:
+    with pynccl.init(library="host") as comm:
+        record = pyncclCall_t(size=size, comm=comm.handle)
+        assert comm.library.pyncclCall(ctypes.byref(record)) == Result.INVALID_ARGUMENT
+        assert (
+            comm.library.pyncclCallArrays(ctypes.byref(pyncclArrayCall_t(size=size)), None, None) == NOT_TAKEN
+        )
+
+
+@pytest.mark.parametrize("kind", [-1, 8, 2**31 - 1])
+def test_a_record_of_no_collective_is_refused(kind: int) -> None:
+    with pynccl.init(library="host") as comm:
+        record = pyncclCall_t(size=ctypes.sizeof(pyncclCall_t), kind=kind, comm=comm.handle)
+        assert comm.library.pyncclCall(ctypes.byref(record)) == Result.INVALID_ARGUMENT

@@ -1,13 +1,13 @@
 /* NCCL's ABI with nothing behind it: every call succeeds at once. What a call through Python costs here is the cost of the call alone.
  *
  * It names itself as pynccl's host library does (pyncclVersion), so that pynccl takes the paths that it takes there. A communicator
- * knows its rank and size, for those are asked for; data is never looked at. */
+ * knows its rank and size, for those are asked for; data is never looked at, only where it is. */
 #define _GNU_SOURCE
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
-#include "nccl_abi.h"
+#include "arrays.c" /* the host library's: what it finds out about arrays is a part of the call */
 
 struct ncclComm {
   int rank, size;
@@ -26,6 +26,13 @@ NCCL_API ncclResult_t ncclAlltoAll(DATA, WHERE) { return ncclSuccess; }
 NCCL_API ncclResult_t ncclBroadcast(DATA, int root, WHERE) { return ncclSuccess; }
 NCCL_API ncclResult_t ncclGather(DATA, int root, WHERE) { return ncclSuccess; }
 NCCL_API ncclResult_t ncclScatter(DATA, int root, WHERE) { return ncclSuccess; }
+
+NCCL_API ncclResult_t pyncclCall(const pyncclCall_t *call) { return ncclSuccess; }
+
+NCCL_API int pyncclCallArrays(const pyncclArrayCall_t *call, const void *x, const void *out) {
+  pyncclCall_t made;
+  return call != NULL && plain_call(call, x, out, &made) ? (int)pyncclCall(&made) : PYNCCL_NOT_TAKEN;
+}
 
 /* Seconds of one call from C, through a pointer that the compiler cannot see through: the floor that every caller stands on. */
 NCCL_API double nullSecondsPerCall(size_t calls, const void *send, void *recv, size_t count, ncclComm_t comm) {

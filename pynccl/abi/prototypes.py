@@ -238,6 +238,10 @@ HOST_PROTOTYPES = _prototypes("""
 0.1.0   ncclResult_t pyncclEventSynchronize(void* event, double timeout_seconds);
 0.1.0   ncclResult_t pyncclEventQuery(void* event);
 
+# collectives from a record
+0.1.0   ncclResult_t pyncclCall(const pyncclCall_t* call);
+0.1.0   int pyncclCallArrays(const pyncclArrayCall_t* call, const void* x, const void* out);
+
 # schedules
 0.1.0   ncclResult_t pyncclRunSchedule(const pyncclSchedule_t* schedule, const void* sendbuff,
             void* recvbuff, size_t count, ncclDataType_t datatype, ncclRedOp_t op, ncclComm_t comm,

@@ -59,6 +59,10 @@ __all__ = [
     "ncclWaitSignalDesc_t",
     "pyncclHostFn_t",
     "pyncclInterruptCheck_t",
+    "pyncclArrayCall_t",
+    "pyncclCall_t",
+    "pyncclElement_t",
+    "pyncclLayout_t",
     "pyncclSchedule_t",
 ]
 
@@ -332,6 +336,53 @@ pyncclHostFn_t = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 pyncclInterruptCheck_t = ctypes.CFUNCTYPE(ctypes.c_int)
 
 
+class pyncclCall_t(ctypes.Structure):
+    """A collective as a record; ``nccl_abi.h`` says what the members mean."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        *((name, ctypes.c_int) for name in ("kind", "dtype", "op", "root")),
+        ("send", ctypes.c_void_p),
+        ("recv", ctypes.c_void_p),
+        ("count", ctypes.c_size_t),
+        ("comm", ctypes.c_void_p),
+        ("stream", ctypes.c_void_p),
+    ]
+
+
+class pyncclLayout_t(ctypes.Structure):
+    """Where in an array object its parts lie; ``nccl_abi.h`` says what the members mean."""
+
+    _fields_ = [
+        *((f"{name}_at", ctypes.c_int) for name in ("type", "data", "axes", "shape", "element", "flags")),
+        ("flags", ctypes.c_int),
+        ("type", ctypes.c_void_p),
+        ("none", ctypes.c_void_p),
+    ]
+
+
+class pyncclElement_t(ctypes.Structure):
+    """A kind of array elements that a call takes; ``nccl_abi.h`` says what the members mean."""
+
+    _fields_ = [
+        ("tag", ctypes.c_void_p),
+        ("bytes", ctypes.c_size_t),
+        *((name, ctypes.c_int) for name in ("dtype", "lanes", "op")),
+    ]
+
+
+class pyncclArrayCall_t(ctypes.Structure):
+    """A collective on array objects, as a record; ``nccl_abi.h`` says what the members mean."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("layout", ctypes.POINTER(pyncclLayout_t)),
+        ("elements", ctypes.POINTER(pyncclElement_t)),
+        *((name, ctypes.c_int) for name in ("nelements", "kind", "root", "rank", "nranks")),
+        ("comm", ctypes.c_void_p),
+    ]
+
+
 class pyncclSchedule_t(ctypes.Structure):
     """One rank's part of a schedule for the host library; ``nccl_abi.h`` says what the members mean."""
 
@@ -388,5 +439,7 @@ C_TYPES: Mapping[str, Any] = {
     **{f"{name}*": ctypes.POINTER(struct) for name, struct in STRUCTS.items()},
     "pyncclHostFn_t": pyncclHostFn_t,
     "pyncclInterruptCheck_t": pyncclInterruptCheck_t,
+    "pyncclCall_t*": ctypes.POINTER(pyncclCall_t),
+    "pyncclArrayCall_t*": ctypes.POINTER(pyncclArrayCall_t),
     "pyncclSchedule_t*": ctypes.POINTER(pyncclSchedule_t),
 }

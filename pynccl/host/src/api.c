@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "arrays.h"
 #include "host.h"
 
 /* ---- collectives --------------------------------------------------------------------------------------------------------------------- */
@@ -169,6 +170,35 @@ ncclResult_t ncclScatter(const void *send, void *recv, size_t count, ncclDataTyp
 
 ncclResult_t ncclAlltoAll(const void *send, void *recv, size_t count, ncclDataType_t dtype, ncclComm_t comm, cudaStream_t stream) {
   return ncclAlltoAllConfig(send, recv, count, dtype, comm, stream, NULL);
+}
+
+static const struct {
+  enum kind kind;
+  const char *name;
+} RECORDED[] = {
+    [pyncclAllReduce] = {ALL_REDUCE, "ncclAllReduce"}, [pyncclReduce] = {REDUCE, "ncclReduce"},
+    [pyncclReduceScatter] = {REDUCE_SCATTER, "ncclReduceScatter"}, [pyncclBroadcast] = {BROADCAST, "ncclBroadcast"},
+    [pyncclAllGather] = {ALL_GATHER, "ncclAllGather"}, [pyncclGather] = {GATHER, "ncclGather"},
+    [pyncclScatter] = {SCATTER, "ncclScatter"}, [pyncclAlltoAll] = {ALL_TO_ALL, "ncclAlltoAll"},
+};
+
+static ncclResult_t make_recorded(const pyncclCall_t *call) {
+  return collective(RECORDED[call->kind].kind, call->comm,
+                    (struct call){RECORDED[call->kind].name, call->send, call->recv, call->count, call->dtype, (int)call->op, call->root, call->stream, NULL});
+}
+
+static bool is_recorded_kind(int kind) { return kind >= 0 && (size_t)kind < sizeof RECORDED / sizeof RECORDED[0]; }
+
+ncclResult_t pyncclCall(const pyncclCall_t *call) {
+  if (call == NULL || call->size != sizeof *call || !is_recorded_kind(call->kind))
+    return group_error(fail(NULL, ncclInvalidArgument, "pyncclCall: call is NULL, of another version of this library, or of no kind of collective"));
+  return make_recorded(call);
+}
+
+int pyncclCallArrays(const pyncclArrayCall_t *call, const void *x, const void *out) {
+  pyncclCall_t made;
+  if (call == NULL || call->size != sizeof *call || !is_recorded_kind(call->kind) || !plain_call(call, x, out, &made)) return PYNCCL_NOT_TAKEN;
+  return (int)make_recorded(&made);
 }
 
 /* ---- messages ------------------------------------------------------------------------------------------------------------------------ */

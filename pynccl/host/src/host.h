@@ -7,6 +7,7 @@
  * thread can drive any number of operations (a group), and a single blocking call is the same machine with a waiting loop around it.
  *
  *   api.c        the 73 functions: check arguments, fill a struct op, submit
+ *   arrays.c     the arguments of a call on array objects, for callers in Python
  *   group.c      submit, groups, streams: when and where operations run
  *   wait.c       the waiting loop: spin, yield, sleep; deadline, abort, dead peers
  *   collective.c the eight collectives: one table, three paths (one-shot, and in mapped.c, staged.c)

@@ -262,6 +262,53 @@ NCCL_API ncclResult_t pyncclEventRecord(void *event, void *stream);
 NCCL_API ncclResult_t pyncclEventSynchronize(void *event, double timeout);
 NCCL_API ncclResult_t pyncclEventQuery(void *event);
 
+/* Collectives from a record: one pointer to pass, for callers to whom every argument costs something. */
+enum { pyncclAllReduce, pyncclReduce, pyncclReduceScatter, pyncclBroadcast, pyncclAllGather, pyncclGather, pyncclScatter, pyncclAlltoAll };
+typedef struct {
+  size_t size; /* of this structure */
+  int kind;    /* pyncclAllReduce ... */
+  ncclDataType_t dtype;
+  ncclRedOp_t op; /* where it reduces */
+  int root;       /* where it has one */
+  const void *send;
+  void *recv;
+  size_t count; /* as the collective of that name has it */
+  ncclComm_t comm;
+  cudaStream_t stream;
+} pyncclCall_t;
+NCCL_API ncclResult_t pyncclCall(const pyncclCall_t *call);
+
+/* The same, of the caller's array objects: where their memory is and how much, is looked up here. */
+typedef struct { /* how an array lies in memory: bytes from its start on, and what must be there */
+  int type_at;    /* a pointer, which must be `type` */
+  int data_at;    /* a pointer to the elements */
+  int axes_at;    /* int: how many axes it has */
+  int shape_at;   /* a pointer to their lengths, ptrdiff_t each */
+  int element_at; /* a pointer, which tells the kind of its elements: pyncclElement_t.tag */
+  int flags_at;   /* int, of which all of `flags` must be set: C order, and writable */
+  int flags;
+  const void *type;
+  const void *none; /* what is passed for no array */
+} pyncclLayout_t;
+typedef struct {
+  const void *tag;
+  size_t bytes;         /* of one of the array's elements */
+  ncclDataType_t dtype; /* it is `lanes` of these */
+  int lanes;
+  ncclRedOp_t op;
+} pyncclElement_t;
+typedef struct {
+  size_t size; /* of this structure */
+  const pyncclLayout_t *layout;
+  const pyncclElement_t *elements; /* that are taken */
+  int nelements, kind, root, rank, nranks;
+  ncclComm_t comm;
+} pyncclArrayCall_t;
+#define PYNCCL_NOT_TAKEN (-1)
+/* A collective that waits, from x to out, with NULL for a stream. PYNCCL_NOT_TAKEN, and nothing done: these arrays, or an x without an out,
+ * are not of the plainest kind; the caller can tell what is wrong, or copy. A NULL call is not taken. */
+NCCL_API int pyncclCallArrays(const pyncclArrayCall_t *call, const void *x, const void *out);
+
 /* One rank's part of a schedule, as pynccl/collectives/compiled.py makes it. Buffers: 0 the send buffer, 1 the receive buffer, 2 scratch,
  * 3 messages kept apart until they are reduced. Chunks as in pynccl/collectives/schedule.py; a span lies within one block. Nothing is
  * checked here: a wrong schedule gives wrong data, or accesses memory that it should not. */
