@@ -29,9 +29,11 @@ from pynccl.collectives import (
     generate,
     verify,
 )
+from pynccl.collectives.compiled import _part
 from pynccl.collectives.flow import flow
 from pynccl.collectives.mutate import MUTATIONS, judge, mutants, mutation_test
 from pynccl.collectives.report import schedules_of
+from pynccl.collectives.rounds import rounds
 from pynccl.collectives.simulate import simulate
 
 
@@ -399,6 +401,23 @@ def test_verifier_and_simulator_agree_on_mutants() -> None:
     for mutant in sample:
         played, fault = judge(mutant.schedule)
         assert fault or not played, f"{mutant.what}: proved, but {played}"
+
+
+def test_every_rank_decides_alike_about_a_schedule_that_is_not_proved() -> None:
+    """What `flow` takes, each rank can translate; one that refused alone would leave the others waiting."""
+    schedules = [s for row in ALGORITHMS.values() for s in schedules_of(row, [2, 3, 4])]
+    taken = 0
+    for mutant in itertools.islice(mutants(schedules, seed=11), 600):
+        try:
+            flow(mutant.schedule)
+        except Fault:
+            continue  # on all ranks, for it reads nothing but the schedule
+        taken += 1
+        for rank in range(mutant.schedule.n):
+            assert len(rounds(mutant.schedule, rank)) <= mutant.schedule.most_rounds, mutant.what
+            for in_place in {False, mutant.schedule.in_place}:
+                assert _part(mutant.schedule, rank, in_place=in_place).structure.rank == rank, mutant.what
+    assert taken > 100
 
 
 def test_mutants_of_all_algorithms_are_caught() -> None:
