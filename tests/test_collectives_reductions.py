@@ -212,8 +212,14 @@ def test_arg_max_refuses_what_has_no_order():
         with pytest.raises(InvalidArgumentError, match="x is uint64; it takes .*cast x to float64 or int64"):
             arg_min(comm, np.ones(2, "uint64"))
         for index in (np.ones(3, int), np.ones(2), np.ones(2, "uint64"), np.ones(2, bool)):
-            with pytest.raises(InvalidArgumentError, match="not uint64. of x's shape .2,. and kind, ndarray"):
+            with pytest.raises(
+                InvalidArgumentError, match="not uint64. of x's shape .2,., in an array of nu"
+            ):
                 arg_max(comm, np.ones(2), index)
+        with pytest.raises(InvalidArgumentError, match="index is bytearray .uint8, shape .2,.."):
+            arg_max(comm, np.ones(2), bytearray(2))
+        value, where = arg_max(comm, np.ones(2), np.array([5, 6]).view(type("Mine", (np.ndarray,), {})))
+        assert value.tolist() == [1, 1] and where.tolist() == [5, 6]
         with pytest.raises(TypeError, match="arg_max: index must be an array .*not list"):
             arg_max(comm, np.ones(2), [1, 2])
 

@@ -343,11 +343,12 @@ def arg_min(comm: Any, x: Any, index: Any = None) -> tuple[Any, Any]:
 def _extreme(call: str, comm: Any, x: Any, index: Any, *, sign: int) -> tuple[Any, Any]:
     xp = _module(call, "x", x)
     if index is not None:
-        known = view(call, "index", index).element.name
-        if index.shape != x.shape or known not in _INTEGERS - {"bool"} or type(index) is not type(x):
+        places = view(call, "index", index)
+        whole = places.element.name in _INTEGERS - {"bool"}
+        if not whole or places.shape != x.shape or places.keep is not index or _home(index) is not xp:
             raise InvalidArgumentError(
-                f"{call}: index is {known} of shape {index.shape}; pass integers (not uint64) of x's shape "
-                f"{x.shape} and kind, {type(x).__name__}"
+                f"{call}: index is {type(index).__name__} ({places}); pass integers (not uint64) of x's "
+                f"shape {x.shape}, in an array of {xp.__name__}"
             )
     wide = "int64" if x.dtype.name in _INTEGERS else "float64"
     pairs = xp.empty((2, x.size), "int64")
@@ -389,7 +390,11 @@ def _module(call: str, role: str, x: Any) -> Any:
         raise InvalidArgumentError(
             f"{call}: {role} is {buffer.element.name}; it takes {', '.join(sorted(dtypes))}; {remedy}"
         )
-    return np if buffer.home.name == "NumPy" else importlib.import_module("cupy")
+    return _home(x)
+
+
+def _home(x: Any) -> Any:
+    return np if isinstance(x, np.ndarray) else importlib.import_module(type(x).__module__.partition(".")[0])
 
 
 def _remedy(name: str) -> str:
