@@ -8,10 +8,10 @@ SET_UP := $(VENV)/.set-up
 SHELL         := bash
 .SHELLFLAGS   := -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench bench-peers bench-smoke bench-train gpu-check clean
+.PHONY: help setup demo test lint bench bench-peers bench-overhead bench-report bench-smoke bench-train gpu-check clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(SET_UP) ## Make .venv, install everything into it, build the host library; quick when nothing changed
 	@$(IN) pynccl/host/build.py
@@ -40,6 +40,16 @@ bench: setup ## Sweep all_reduce over sizes on 2 ranks, results in build/bench
 bench-peers: setup ## Compare with Open MPI, MPICH and Gloo (installs them for themselves), results in build/bench
 	@mkdir -p build/bench
 	$(IN) -m bench.peers --load 0,1 --json build/bench/peers.json | tee build/bench/peers.txt
+
+bench-overhead: setup ## Time calls with the communication taken away, and the import, results in build/bench
+	@mkdir -p build/bench
+	$(IN) -m bench.call_overhead --json build/bench/call_overhead.json | tee build/bench/call_overhead.txt
+
+# A sweep never overwrites the file of an earlier one: those of `make bench` are all_reduce.json, all_reduce.json.0, ..
+RESULTS = $(sort $(wildcard build/bench/all_reduce.json*)) $(wildcard build/bench/peers.json build/bench/call_overhead.json)
+bench-report: setup ## Lay what bench, bench-peers and bench-overhead found side by side on a page, build/bench/report
+	@test -n "$(strip $(RESULTS))" || { echo "nothing in build/bench yet: make bench, bench-peers or bench-overhead first"; exit 1; }
+	$(IN) -m bench.report $(RESULTS) --out build/bench/report
 
 bench-smoke: setup ## Print a few figures beside those of bench/baseline.json; under a minute
 	$(IN) -m bench.smoke

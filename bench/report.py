@@ -2,25 +2,41 @@
 
     python -m bench.report ours.json cluster.txt build/bench/peers.json --out build/bench/report
 
-Files are nccl-tests' text or JSON (NVIDIA's or ours), the JSON of `bench.peers`, or of `bench.call_overhead`.
-The page, `index.html`, needs no other file; each plot is also beside it as a PNG. The first run is what the
-others are compared with.
+Files are nccl-tests' text or JSON (NVIDIA's or ours), our CSV, the JSON of `bench.peers`, or of
+`bench.call_overhead`. The page, `index.html`, needs no other file; each plot is also beside it as a PNG. The
+first run of a program is what the others are compared with.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.parse import ParseError, Run, read_all
 from bench.report_page import page
+from bench.report_plots import plots
+from bench.report_tables import failures
 
 __all__ = ["Inputs", "load", "main"]
+
+
+_NUMBER, _OR_NOTHING = (int, float), (int, float, type(None))
+PEER_ROW = {"op": str, "ranks": int, "bytes": int, "buffers": str, "load": str, "ours_us": _NUMBER}
+CALL = {
+    "name": str,
+    "us": _NUMBER,
+    "above_c_us": _NUMBER,
+    "target_us": _OR_NOTHING,
+    "met": (bool, type(None)),
+}
+IMPORT = {"name": str, "beyond_numpy_ms": _NUMBER, "target_ms": _NUMBER, "met": bool}
 
 
 @dataclass
@@ -37,10 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         inputs = load(options.files)
-        from bench.report_plots import plots  # needs matplotlib, which says so if it is missing
-
-        options.out.mkdir(parents=True, exist_ok=True)
         drawn = plots(inputs.runs, inputs.peers, options.roofline)
+        options.out.mkdir(parents=True, exist_ok=True)
         for plot in drawn:
             (options.out / plot.file).write_bytes(plot.png)
         target = options.out / "index.html"
@@ -49,24 +63,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"report: {error}", file=sys.stderr)
         return 1
     print(f"{target}: {len(drawn)} plots, also as PNGs beside it")
+    for name, what in failures(inputs.runs, inputs.peers):
+        print(f"report: FAILED {name}: {what}", file=sys.stderr)
     return 0
 
 
 def load(files: Sequence[Path]) -> Inputs:
     """Read every file, whatever its kind. ParseError names the file (and the line) that is not usable."""
     inputs = Inputs([], [], [])
-    for file in files:
+    for file, name in zip(files, _names(files), strict=True):
         text = file.read_text(errors="replace")
         document = _document(file, text)
         if "rows" in document and "sides" in document:
-            _need(file, document["rows"], ("op", "ranks", "bytes", "buffers", "load", "ours_us"))
-            inputs.peers.append((file.name, document))
+            _need(file, document["rows"], PEER_ROW)
+            inputs.peers.append((name, document))
         elif document.get("kind") == "call_overhead":
-            _need(file, document.get("calls"), ("name", "us", "above_c_us", "target_us", "met"))
-            _need(file, document.get("imports"), ("name", "beyond_numpy_ms", "target_ms", "met"))
-            inputs.overheads.append((file.name, document))
+            _need(file, document.get("calls"), CALL)
+            _need(file, document.get("imports"), IMPORT)
+            inputs.overheads.append((name, document))
         else:
-            inputs.runs += [(file.name, run) for run in read_all(file)]
+            inputs.runs += [(name, run) for run in read_all(file)]
     return inputs
 
 
@@ -81,13 +97,27 @@ def _document(file: Path, text: str) -> dict[str, Any]:
     return document
 
 
-def _need(file: Path, rows: Any, keys: Sequence[str]) -> None:
+def _need(file: Path, rows: Any, keys: Mapping[str, Any]) -> None:
+    """`rows` are objects with these keys, each of its type."""
     if not isinstance(rows, list):
         raise ParseError(f"{file}: a list of rows was expected, not {type(rows).__name__}")
     for number, row in enumerate(rows, 1):
         missing = [key for key in keys if not isinstance(row, dict) or key not in row]
         if missing:
             raise ParseError(f"{file}: row {number} lacks {', '.join(missing)}")
+        for key, kind in keys.items():
+            if not isinstance(row[key], kind):
+                raise ParseError(f"{file}: row {number}: {key} cannot be {row[key]!r}")
+
+
+def _names(files: Sequence[Path]) -> list[str]:
+    """As short as they can be while they differ: the file's name, else its path, else with its turn."""
+    counts, seen = Counter(file.name for file in files), Counter[str]()
+    names = [file.name if counts[file.name] == 1 else str(file) for file in files]
+    for at, name in enumerate(names):
+        seen[name] += 1
+        names[at] = name if seen[name] == 1 else f"{name} ({seen[name]})"
+    return names
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,8 +127,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--out", type=Path, default=Path("build/bench/report"), metavar="DIR")
     parser.add_argument("--title", default="Collectives, measured")
-    parser.add_argument("--roofline", type=float, metavar="GB/s", help="a line in the plots of bus bandwidth")
+    parser.add_argument(
+        "--roofline", type=_bandwidth, metavar="GB/s", help="a line in the plots of bus bandwidth"
+    )
     return parser
+
+
+def _bandwidth(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no bandwidth: a number above 0, in GB/s")
+    return value
 
 
 if __name__ == "__main__":

@@ -1,29 +1,97 @@
-"""The report as one HTML page without any other file. All text of the inputs is escaped."""
+"""The report as one HTML page without any other file. All text of the inputs is escaped here."""
 
 from __future__ import annotations
 
-import base64
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.parse import Run
+from bench.report_plots import Plot, colour
+from bench.report_tables import (
+    PEER_NAMES,
+    Cell,
+    Table,
+    failures,
+    measured,
+    notes,
+    overhead,
+    peer_rows,
+    peer_summary,
+    run_rows,
+)
 
-if TYPE_CHECKING:
-    from bench.report_plots import Plot
-
-__all__ = ["page", "ratios"]
+__all__ = ["page"]
 
 STYLE = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-img { max-width: 100%; background: white; border-radius: 6px; }
-table { border-collapse: collapse; font-size: 0.9rem; display: block; overflow-x: auto; }
-th, td { padding: 0.2rem 0.6rem; border-bottom: 1px solid #8886; text-align: right; }
-th:first-child, td:first-child { text-align: left; }
-.missed { color: #d33; font-weight: bold; }
+:root { color-scheme: light dark; --page: #fff; --text: #1b1f24; --faint: #5b6470; --line: #d5dae0;
+  --card: #f6f8fa; --good: #1a7f37; --bad: #cf222e; --alarm: #ffebe9; }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #14171b; --text: #e4e8ed; --faint: #9aa4b0; --line: #363c44;
+    --card: #1c2026; --good: #4ac26b; --bad: #ff7b72; --alarm: #3c1618; } }
+* { box-sizing: border-box; }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page); max-width: 84rem;
+  margin: 0 auto; padding: 1rem; }
+h1 { margin: 0.5rem 0; line-height: 1.2; }
+h2 { margin: 2.5rem 0 0.5rem; padding-bottom: 0.2rem; border-bottom: 1px solid var(--line); }
+p, li { max-width: 48rem; overflow-wrap: anywhere; }
+.faint, figcaption small { color: var(--faint); }
+.alarm { background: var(--alarm); border: 2px solid var(--bad); border-radius: 8px; padding: 0.2rem 1rem;
+  margin: 1rem 0; }
+.alarm h2 { color: var(--bad); border: 0; margin: 0.5rem 0; }
+.inputs { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 24rem), 1fr)); gap: 1rem; }
+.inputs h3 { margin: 0 0 0.4rem; font-size: 1rem; overflow-wrap: anywhere; }
+dl { display: grid; grid-template-columns: 8rem 1fr; gap: 0.1rem 0.6rem; margin: 0; font-size: 0.875rem; }
+dt { color: var(--faint); }
+dd { margin: 0; overflow-wrap: anywhere; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 32rem), 1fr)); gap: 1rem; }
+figure, .inputs section { margin: 0; padding: 0.8rem; background: var(--card); border: 1px solid var(--line);
+  border-radius: 8px; overflow-x: auto; }
+figcaption { font-weight: 600; }
+figcaption small { display: block; font-weight: 400; }
+.plot { display: block; width: 100%; min-width: 27rem; max-width: 46rem; margin: auto; }
+.plot * { stroke-linejoin: round; }
+.plot text { fill: currentColor; }
+.scroll { overflow-x: auto; margin: 0.5rem 0 1rem; border: 1px solid var(--line); border-radius: 8px; }
+table { border-collapse: collapse; font-size: 0.875rem; font-variant-numeric: tabular-nums; width: 100%; }
+th, td { padding: 0.2rem 0.55rem; border-bottom: 1px solid var(--line); text-align: right;
+  white-space: nowrap; }
+tr:last-child td { border-bottom: 0; }
+th { background: var(--card); vertical-align: bottom; }
+th[colspan] { text-align: center; border-left: 1px solid var(--line); }
+.word { text-align: left; }
+summary { cursor: pointer; font-weight: 600; margin: 0.7rem 0; }
+.met { color: var(--good); }
+.missed { color: var(--bad); font-weight: 600; }
+.wrong { background: var(--bad); color: var(--page); font-weight: 700; }
+.best { font-weight: 700; }
+.key { display: inline-block; width: 0.8em; height: 0.8em; border-radius: 2px; margin-right: 0.4em; }
 """
+BUSBW = """
+<p>The <b>time</b> is that of one call. The <b>bus bandwidth</b> (busbw) makes calls on different numbers
+of ranks comparable: the size over the time, times the part of it that a link has to carry. With n ranks
+that part is 2(n-1)/n for all_reduce, (n-1)/n for all_gather, reduce_scatter, alltoall, gather and
+scatter, and 1 for broadcast, reduce and sendrecv. On a ring that loses nothing it is the speed of a
+link, whatever n is; of one rank alone it is 0. 1 GB is 10<sup>9</sup> bytes.</p>
+<p class=faint>In the plots a run has one colour; dashes are in-place calls. A band goes from the fastest
+iteration to the 99th percentile (runs with -I).</p>
+"""
+PEERS = """
+<p>Medians over rounds, in which the sides take turns, of the slowest rank's mean per call. The
+<b>ratio</b> is our time over the peer's: below 1 ours is faster; the target is for the fastest peer, in
+bold. The <b>roofline</b> is the least traffic of the operation by as many processes that wait for
+nobody; its part is its time over ours: 1 is the limit of the memory. Bands and p25–p75 are the quartiles
+of the rounds.</p>
+<p class=faint>Plain: ordinary arrays; mapped: from <code>comm.empty</code>; prepared: calls of
+<code>comm.prepare</code> on plain arrays. Quiet: nothing else runs; one busy core: beside a process that
+burns one.</p>
+"""
+OVERHEAD = """
+<p>Calls on a library whose functions do nothing: what is left is the way through Python. The target is
+for what a call takes above the same call in C.</p>
+"""
+ROWS_SHOWN = 100
+"""A longer table is folded."""
 
 
 def page(
@@ -34,72 +102,103 @@ def page(
     plots: Sequence[Plot],
 ) -> str:
     """The whole page."""
-    parts = [f"<h1>{escape(title)}</h1>", "<h2>What was measured</h2><ul>"]
-    for number, (name, run) in enumerate(runs, 1):
-        where = ", ".join(dict.fromkeys(f"{one.host}: {one.name}" for one in run.devices))
-        words = (f"{run.ranks} ranks", f"library {run.library}" if run.library else "", where, *run.notes)
-        text = "; ".join(word for word in (run.program, *words) if word)
-        parts.append(f"<li>{number}: {escape(name)}: {escape(text)}</li>")
-    for name, document in (*peers, *overheads):
-        about = {**document.get("machine", {}), **document.get("sides", {})}
-        text = ", ".join(f"{key} {_plain(value)}" for key, value in about.items())
-        parts.append(f"<li>{escape(name)}: {escape(text)}</li>")
-    parts.append("</ul>")
-    for plot in plots:
-        picture = base64.b64encode(plot.png).decode()
-        parts.append(f"<h2>{escape(plot.title)}</h2>")
-        parts.append(f'<img alt="{escape(plot.title)}" src="data:image/png;base64,{picture}">')
-    rows = ratios(runs)
-    if rows:
-        heads = [f"{number}: {name}" for number, (name, _) in enumerate(runs, 1)]
-        parts.append("<h2>Ratios</h2><p>Time over that of the first run of the same call; below 1 is faster.")
-        parts.append(_table(["call", "first (us)", *heads[1:]], rows))
+    parts = [f"<h1>{escape(title)}</h1>", _alarm(failures(runs, peers))]
+    parts += ["<h2>What was measured</h2>", _inputs(measured(runs, peers, overheads)), _notes(runs)]
+    if runs:
+        parts += ["<h2>Runs</h2>", BUSBW]
+    for program in dict.fromkeys(run.program for _, run in runs):
+        parts += [f"<h2>{escape(program or 'Unknown program')}</h2>", _plots(plots, program)]
+        parts.append(_folded(run_rows(program, runs)))
+    for name, document in peers:
+        parts += [f"<h2>Beside other libraries ({escape(name)})</h2>", PEERS, _sides(document)]
+        parts += [_table(peer_summary(document)), _plots(plots, name), *map(_folded, peer_rows(document))]
     for name, document in overheads:
-        parts.append(f"<h2>The cost of a call ({escape(name)})</h2>")
-        parts.append(_table(["call", "us", "above the C call", "target", ""], _overhead(document)))
-    head = f"<meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>"
-    body = "\n".join(parts)
+        parts += [
+            f"<h2>The cost of a call ({escape(name)})</h2>",
+            OVERHEAD,
+            *map(_folded, overhead(document)),
+        ]
+    head = (
+        '<meta charset=utf-8><meta name=viewport content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style>"
+    )
+    body = "\n".join(part for part in parts if part)
     return f"<!doctype html>\n<html lang=en><head>{head}</head>\n<body>\n{body}\n</body></html>\n"
 
 
-def ratios(runs: Sequence[tuple[str, Run]]) -> list[list[str]]:
-    """For each call that the first run shares with another: name, the first's us, the others' ratios."""
-    if len(runs) < 2:
-        return []
-    times = [
-        {
-            (run.program, row.size, row.type, row.redop, row.root, row.in_place): row.time_us
-            for row in run.rows
-        }
-        for _, run in runs
+def _alarm(found: Sequence[tuple[str, str]]) -> str:
+    if not found:
+        return "<p class=met>Nothing failed, and nothing came out wrong, as far as the files tell.</p>"
+    lines = "".join(f"<li><b>{escape(name)}</b>: {escape(what)}</li>" for name, what in found)
+    return f"<section class=alarm><h2>Failures</h2><ul>{lines}</ul></section>"
+
+
+def _inputs(found: Iterable[tuple[Cell, Sequence[tuple[str, str | Cell]]]]) -> str:
+    cards = []
+    for name, facts in found:
+        lines = "".join(f"<dt>{escape(key)}</dt>{_cell(value, False, 'dd')}" for key, value in facts)
+        cards.append(f"<section><h3>{_content(name)}</h3><dl>{lines}</dl></section>")
+    return f"<div class=inputs>{''.join(cards)}</div>"
+
+
+def _notes(runs: Sequence[tuple[str, Run]]) -> str:
+    lines = "".join(f"<li>{escape(name)}: {escape(what)}</li>" for name, what in notes(runs))
+    return f"<ul class=faint>{lines}</ul>" if lines else ""
+
+
+def _plots(plots: Iterable[Plot], section: str) -> str:
+    figures = [
+        f"<figure><figcaption>{escape(one.title)}<small>{escape(one.note)}</small></figcaption>{one.svg}</figure>"
+        for one in plots
+        if one.section == section
     ]
-    rows = []
-    for key, first in times[0].items():
-        others = [one.get(key) for one in times[1:]]
-        if first > 0 and any(other is not None for other in others):
-            program, size, dtype, redop, root, in_place = key
-            name = f"{program} {size} {dtype} {redop} {root} {'in place' if in_place else 'out of place'}"
-            rows.append([name, f"{first:.2f}", *("" if o is None else f"{o / first:.3f}" for o in others)])
-    return rows
+    return f"<div class=plots>{''.join(figures)}</div>" if figures else ""
 
 
-def _overhead(document: Mapping[str, Any]) -> Iterable[list[str]]:
-    verdicts = {True: "met", False: "missed", None: ""}
-    for row in document["calls"]:
-        target = "" if row["target_us"] is None else f"{row['target_us']:g}"
-        yield [row["name"], f"{row['us']:.3f}", f"{row['above_c_us']:.3f}", target, verdicts[row["met"]]]
-    for row in document["imports"]:
-        beyond, target = f"{row['beyond_numpy_ms']:.1f} ms beyond NumPy", f"{row['target_ms']:g} ms"
-        yield [f"import pynccl, {row['name']}", beyond, "", target, verdicts[row["met"]]]
+def _sides(document: Mapping[str, Any]) -> str:
+    """What could not be measured is said, and not only missing."""
+    sides = {**PEER_NAMES, "roofline": "the roofline"}
+    absent = ", ".join(name for side, name in sides.items() if side not in document["sides"])
+    return f"<p class=faint>Not measured: {absent}.</p>" if absent else ""
 
 
-def _table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["<table><tr>" + "".join(f"<th>{escape(head)}</th>" for head in heads) + "</tr>"]
-    for row in rows:
-        cells = (f"<td{' class=missed' if cell == 'missed' else ''}>{escape(cell)}</td>" for cell in row)
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    return "\n".join((*lines, "</table>"))
+def _folded(table: Table) -> str:
+    state = " open" if len(table.rows) <= ROWS_SHOWN else ""
+    rows = f" ({len(table.rows)} rows)" if not state else ""
+    return f"<details{state}><summary>{escape(table.caption)}{rows}</summary>{_table(table)}</details>"
 
 
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def _table(table: Table) -> str:
+    name = escape(table.caption)
+    lines = [f'<div class=scroll tabindex=0 role=region aria-label="{name}"><table><thead>']
+    if table.groups:
+        cells = "".join(
+            f"<th colspan={span} scope=colgroup>{_content(one)}</th>" for one, span in table.groups
+        )
+        lines.append(f"<tr>{cells}</tr>")
+    heads = "".join(
+        f"<th scope=col{_class(at in table.words)}>{escape(head)}</th>" for at, head in enumerate(table.heads)
+    )
+    lines.append(f"<tr>{heads}</tr></thead><tbody>")
+    for row in table.rows:
+        cells = "".join(_cell(one, at in table.words) for at, one in enumerate(row))
+        lines.append(f"<tr>{cells}</tr>")
+    return "\n".join((*lines, "</tbody></table></div>"))
+
+
+def _cell(cell: str | Cell, word: bool, tag: str = "td") -> str:
+    one = cell if isinstance(cell, Cell) else Cell(cell)
+    return f"<{tag}{_class(word, one.mark)}>{_content(one)}</{tag}>"
+
+
+def _content(cell: Cell) -> str:
+    """A run has its colour before its name."""
+    if not cell.mark.startswith("run "):
+        return escape(cell.text)
+    shade = colour(int(cell.mark.removeprefix("run ")) - 1)
+    return f'<span class=key style="background:{shade}"></span>{escape(cell.text)}'
+
+
+def _class(word: bool, mark: str = "") -> str:
+    names = " ".join(name for name in ("word" if word else "", mark) if name)
+    return f' class="{names}"' if names else ""

@@ -1,10 +1,12 @@
-"""bench.report: a page that needs nothing else, plots of the input's numbers, bad files named."""
+"""bench.report: a page that needs nothing else, with the numbers of its inputs, their failures, and what is 0."""
 
 # ruff: noqa: E501 - a row of nccl-tests is longer than a line
 
 from __future__ import annotations
 
 import json
+import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,21 @@ from typing import Any
 import pytest
 
 from bench import report
-from bench.parse import Record, Run
-from bench.report_page import ratios
+from bench.parse import Record, Run, read
+from bench.report_plots import COLOURS, colour, plots
+from bench.report_tables import (
+    Cell,
+    failures,
+    measured,
+    notes,
+    number,
+    overhead,
+    peer_rows,
+    peer_summary,
+    run_rows,
+)
 
+REAL = Path(__file__).parent / "fixtures" / "nccl_tests" / "alltoall_perf.txt"
 TEXT = """\
 # Collective test starting: all_reduce_perf
 # nThread 1 nGpus 2 minBytes 8 maxBytes 64 step: 8(factor) warmup iters: 1 iters: 20 agg iters: 1 validation: 1
@@ -25,95 +39,419 @@ TEXT = """\
 # Out of bounds values : 0 OK
 # Avg bus bandwidth    : 0.78
 """
-PEERS = {
+PEERS: dict[str, Any] = {
     "version": 1,
-    "machine": {"cpu": "a <script>"},
-    "sides": {"ours": "1"},
+    "machine": {"cpu": "a <script>", "cores": 2, "load_average": 0.25},
+    "sides": {"ours": "pynccl 1", "openmpi": "Open MPI 5", "roofline": "64-byte vectors"},
+    "failures": {},
     "rows": [
-        {"op": "all_reduce", "ranks": 2, "bytes": size, "buffers": "plain", "load": load, "ours_us": us,
-         "openmpi_us": 2 * us, "mpich_us": None, "gloo_us": 9.0, "roofline_us": us / 2, "met": met}
+        {"op": "all_reduce", "ranks": 2, "bytes": size, "buffers": buffers, "load": load, "ours_us": us,
+         "openmpi_us": 2.0, "mpich_us": None, "gloo_us": 9.0, "roofline_us": us / 2,
+         "spread": {"ours": [us / 2, 2 * us], "openmpi": [1.0, 3.0]}, "fastest": "openmpi", "ratio": us / 2,
+         "target": 0.75, "met": us <= 1.5, "roofline_fraction": 0.5, "roofline_target": 0.8 if size == 64 else None,
+         "roofline_met": False if size == 64 else None, "others": 0.25, "why": None}
         for load in ("quiet", "one busy core")
-        for size, us, met in ((8, 1.0, True), (64, 3.0, False))
+        for buffers, size, us in (("plain", 8, 1.0), ("plain", 64, 4.0), ("mapped", 8, 0.5))
     ],
 }  # fmt: skip
-OVERHEAD = {
+OVERHEAD: dict[str, Any] = {
     "kind": "call_overhead",
-    "machine": {},
-    "calls": [{"name": "all_reduce, out=", "us": 2.0, "above_c_us": 1.9, "target_us": 1.5, "met": False}],
+    "when": "2026-01-02T03:04:05Z",
+    "machine": {"cpu": "C", "versions": {"numpy": "2.0", "cupy-cuda12x": None}},
+    "rounds": 21,
+    "calls": [
+        {"name": "the C call", "us": 0.1, "above_c_us": 0.0, "target_us": None, "met": None},
+        {"name": "all_reduce, out=", "us": 2.0, "above_c_us": 1.9, "target_us": 1.5, "met": False},
+    ],
     "imports": [{"name": "without CuPy", "beyond_numpy_ms": 40.0, "target_ms": 60.0, "met": True}],
 }
 
 
-class Reader(HTMLParser):
-    def __init__(self) -> None:
+class Page(HTMLParser):
+    """Tags, attributes, the text of each table's rows, and all text."""
+
+    def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.links: list[str] = []
         self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.rows: list[list[str]] = []
+        self.words: list[str] = []
+        self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         self.tags.append(tag)
-        self.links += [value for name, value in attrs if name in ("src", "href")]
-        if tag not in ("meta", "img"):
+        self.attributes += attrs
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag != "meta":
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        while self.open.pop() != tag:  # <p> and <li> may be left open
-            pass
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+        if {"td", "th"} & set(self.open):
+            self.rows[-1][-1] += data
+
+    def values(self, *names: str) -> list[str]:
+        return [value for name, value in self.attributes if name in names]
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
-    made = [tmp_path / name for name in ("a.txt", "b.txt", "peers.json", "overhead.json")]
+    return write(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a report of all four kinds writes."""
+    folder = tmp_path_factory.mktemp("report")
+    assert report.main([*map(str, write(folder)), "--out", str(folder / "out"), "--title", "<i>T</i>"]) == 0
+    return folder / "out"
+
+
+def write(folder: Path) -> list[Path]:
+    made = [folder / name for name in ("a.txt", "b.txt", "peers.json", "overhead.json")]
     texts = (TEXT, TEXT.replace("   8.00", "   4.00"), json.dumps(PEERS), json.dumps(OVERHEAD))
     for file, text in zip(made, texts, strict=True):
         file.write_text(text)
     return made
 
 
-def test_the_page_needs_no_other_file_and_escapes_what_it_is_given(files: list[Path], tmp_path: Path):
-    out = tmp_path / "out"
-    assert report.main([*map(str, files), "--out", str(out), "--title", "<i>T</i>"]) == 0
+def run_of(*records: tuple[int, float, float], name: str = "p", **about: Any) -> Run:
+    rows = [
+        Record(size, 2, "float", "sum", -1, False, time, busbw, busbw, 0) for size, time, busbw in records
+    ]
+    return Run(program=name, rows=tuple(rows), out_of_bounds=0, **about)
+
+
+def cells(row: Any) -> list[str]:
+    return [one.text if isinstance(one, Cell) else one for one in row]
+
+
+# --- the page ------------------------------------------------------------------------------------------------
+
+
+def test_the_page_needs_no_other_file_and_escapes_what_it_is_given(out: Path):
     text = (out / "index.html").read_text()
-    reader = Reader()
-    reader.feed(text)
-    assert not reader.open and not {"script", "i", "b", "link"} & set(reader.tags)
+    page = Page(text)
+    assert not page.open and not {"script", "i", "b>GPU", "link", "img"} & set(page.tags)
+    assert "<b>GPU" not in text and "a <script>" in "".join(page.words) and "<i>T</i>" in page.words
+    assert all(link.startswith("#") for link in page.values("src", "href", "xlink:href"))
+    assert "http" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", text) and "@import" not in text
     pictures = sorted(out.glob("*.png"))
-    assert len(pictures) == 4 == len(reader.links)
-    assert all(link.startswith("data:image/png;base64,") for link in reader.links)
+    assert len(pictures) == 4 == page.tags.count("svg") == page.tags.count("figure")
     assert all(one.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and one.stat().st_size > 5000 for one in pictures)
-    assert "&lt;i&gt;T&lt;/i&gt;" in text and "<td class=missed>missed</td>" in text
+
+
+def test_ids_differ_and_every_reference_has_its_id(out: Path):
+    text = (out / "index.html").read_text()
+    page = Page(text)
+    ids = page.values("id")
+    used = [value[1:] for value in page.values("href")] + re.findall(r"url\(#([^)]+)\)", text)
+    assert len(ids) == len(set(ids)) and ids and set(used) == set(ids)
+
+
+def test_pictures_take_the_colour_of_the_page(out: Path):
+    text = (out / "index.html").read_text()
+    assert "#000000" not in text and "currentColor" in text and "prefers-color-scheme: dark" in text
+    assert "font-family" not in text  # the page's own
+
+
+def test_every_title_is_there_once(out: Path):
+    text = (out / "index.html").read_text()
+    for title in (
+        "bus bandwidth",
+        "latency",
+        "all_reduce, 2 ranks, quiet",
+        "all_reduce, 2 ranks, one busy core",
+    ):
+        assert (
+            text.count(f">{title}<") - text.count(f"<b>{title}<") == text.count(f"<figcaption>{title}<") == 1
+        )
+    assert text.count(">all_reduce_perf<") == 3  # a heading, and two inputs
+
+
+def test_the_tables_of_the_page_have_the_numbers_of_the_files(out: Path):
+    page = Page((out / "index.html").read_text())
+    assert [
+        "64",
+        "float",
+        "sum",
+        "–",
+        "out of place",
+        "8.00",
+        "1.50",
+        "0",
+        "4.00",
+        "1.50",
+        "0",
+        "0.500",
+    ] in page.rows
+    assert [
+        "64",
+        "float",
+        "sum",
+        "–",
+        "in place",
+        "16.0",
+        "1.25",
+        "0",
+        "16.0",
+        "1.25",
+        "0",
+        "1.000",
+    ] in page.rows
+    assert [
+        "all_reduce", "64 B", "plain", "4.00", "2.00–8.00", "2.00", "2.000", "9.00", "0.444",
+        "0.75", "missed", "2.00", "0.500", "0.8", "missed", "25",
+    ] in page.rows  # fmt: skip
+    assert ["all_reduce, out=", "2.000", "–", "1.900", "1.5", "missed"] in page.rows
+    assert ["without CuPy", "–", "40.0", "60", "met"] in page.rows
+
+
+def test_failures_are_at_the_top_and_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    bad, cut, peers = tmp_path / "bad.txt", tmp_path / "cut.txt", tmp_path / "peers.json"
+    bad.write_text(TEXT.replace("0.25       0", "0.25       3"))
+    cut.write_text(TEXT.partition("# Out of")[0] + "# error: rank <1> has gone\n")
+    peers.write_text(json.dumps({**PEERS, "failures": {"gloo": "no torch for <this>"}}))
+    assert report.main([*map(str, (bad, cut, peers)), "--out", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out" / "index.html").read_text()
+    top = text.partition("<h2>What was measured")[0]
+    errors = capsys.readouterr().err
+    for said in (
+        "1: bad.txt: 3 wrong elements in 1 of 4 results, the first at 8 B, out of place",
+        "2: cut.txt: error: rank <1> has gone",
+        "2: cut.txt: the run did not end: its last lines are missing",
+        "peers.json: gloo: no torch for <this>",
+    ):
+        assert f"FAILED {said}" in errors and said in "".join(Page(f"{top}</body></html>").words)
+    assert "<h2>Failures</h2>" in top and "Nothing failed" not in text
+    assert '<td class="wrong">3</td>' in text
+
+
+def test_without_failures_it_says_so(files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert report.main([*map(str, files), "--out", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out" / "index.html").read_text()
+    assert "Nothing failed" in text and "Failures" not in text and not capsys.readouterr().err
+
+
+def test_files_of_one_name_are_told_apart(tmp_path: Path):
+    paths = [tmp_path / folder / "peers.json" for folder in ("x", "y")]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(json.dumps(PEERS))
+    assert report.main([*map(str, (*paths, paths[0])), "--out", str(tmp_path / "out")]) == 0
+    assert len(list((tmp_path / "out").glob("*.png"))) == 6
+    names = [name for name, _ in report.load([*paths, paths[0]]).peers]
+    assert names == [str(paths[0]), str(paths[1]), f"{paths[0]} (2)"]
+
+
+# --- plots ---------------------------------------------------------------------------------------------------
 
 
 def test_the_plots_show_the_numbers_of_the_files(files: list[Path]):
-    from bench.report_plots import plots
-
     inputs = report.load(files)
     drawn = {plot.title: plot.series for plot in plots(inputs.runs, inputs.peers, None)}
-    latency = drawn["all_reduce_perf: latency"]
-    assert latency["1: a.txt out of place"] == ((8, 64), (2.0, 8.0))
-    assert latency["1: a.txt in place"] == ((8, 64), (4.0, 16.0))
-    assert latency["2: b.txt out of place"] == ((8, 64), (2.0, 4.0))
-    assert drawn["all_reduce_perf: bus bandwidth"]["1: a.txt out of place"] == ((8, 64), (0.25, 1.5))
+    latency = drawn["latency"]
+    assert latency["1: a.txt, out of place"] == ((8, 64), (2.0, 8.0))
+    assert latency["1: a.txt, in place"] == ((8, 64), (4.0, 16.0))
+    assert latency["2: b.txt, out of place"] == ((8, 64), (2.0, 4.0))
+    assert drawn["bus bandwidth"]["1: a.txt, out of place"] == ((8, 64), (0.25, 1.5))
     for load in ("quiet", "one busy core"):
-        assert drawn[f"all_reduce, 2 ranks, {load} (peers.json)"] == {
-            "ours, plain": ((8, 64), (1.0, 3.0)),
-            "openmpi": ((8, 64), (2.0, 6.0)),
-            "gloo": ((8, 64), (9.0, 9.0)),
-            "roofline": ((8, 64), (0.5, 1.5)),
+        assert drawn[f"all_reduce, 2 ranks, {load}"] == {
+            "ours, plain": ((8, 64), (1.0, 4.0)),
+            "ours, mapped": ((8,), (0.5,)),
+            "Open MPI": ((8, 64), (2.0, 2.0)),
+            "Gloo": ((8, 64), (9.0, 9.0)),
+            "roofline": ((8, 64), (0.25, 2.0)),
         }
 
 
-def test_ratios_are_of_the_same_call_to_the_first_run():
-    def run(*times: float) -> Run:
-        rows = [Record(8 << i, 2, "float", "sum", -1, False, t, 1.0, 1.0, 0) for i, t in enumerate(times)]
-        return Run(program="p", rows=tuple(rows))
+def test_spreads_missed_targets_and_the_roofline_are_drawn(files: list[Path]):
+    inputs = report.load(files)
+    bandwidth, _, quiet, _ = plots(inputs.runs, inputs.peers, 3.0)
+    assert quiet.svg.count("fill-opacity: 0.18") == 2  # ours, plain, and Open MPI have more than one size
+    assert ">misses its target</text>" in quiet.svg and ">roofline</text>" in quiet.svg
+    assert ">roofline, 3 GB/s</text>" in bandwidth.svg
 
-    assert ratios([("a", run(4.0, 8.0, 1.0)), ("b", run(1.0, 16.0))]) == [
-        ["p 8 float sum -1 out of place", "4.00", "0.250"],
-        ["p 16 float sum -1 out of place", "8.00", "2.000"],
+
+def test_a_run_has_one_colour_in_all_plots():
+    """The second run lacks the first program; it keeps its colour."""
+    runs = [
+        ("a", run_of((8, 1.0, 1.0))),
+        ("b", run_of((8, 2.0, 1.0), name="q")),
+        ("c", run_of((8, 3.0, 2.0))),
     ]
-    assert ratios([("a", run(4.0))]) == []
+    drawn = plots(runs, [], None)
+    for plot in drawn:
+        shown = [one for one in COLOURS if f"stroke: {one}" in plot.svg]
+        assert shown == ([COLOURS[0], COLOURS[2]] if plot.section == "p" else [COLOURS[1]])
+    assert len({colour(number) for number in range(40)}) == 40
+
+
+def test_what_is_0_is_drawn_and_said():
+    """Text has 0.00 for small sizes, with one rank all is 0, and `-b 8` on 3 ranks begins with size 0."""
+    runs = [("some", run_of((0, 1.0, 0.0), (8, 1.0, 0.0), (64, 1.0, 0.5))), ("one", run_of((8, 1.0, 0.0)))]
+    bandwidth, latency = plots(runs, [], None)
+    assert bandwidth.series == {
+        "1: some, out of place": ((0, 8, 64), (0.0, 0.0, 0.5)),
+        "2: one, out of place": ((8,), (0.0,)),
+    }
+    assert bandwidth.note.startswith("3 of the values are 0: ") and not latency.note
+    assert latency.series["1: some, out of place"][0] == (0, 8, 64)
+    only_zeros, _ = plots(runs[1:], [], None)
+    assert only_zeros.series == {"1: one, out of place": ((8,), (0.0,))} and "no data" not in only_zeros.svg
+    for plot in (bandwidth, only_zeros):
+        assert ">0</text>" in plot.svg
+
+
+def test_what_is_no_number_is_counted_and_said():
+    drawn, _ = plots([("a", run_of((8, 1.0, float("nan")), (64, 1.0, 0.5)))], [], None)
+    assert drawn.series == {"1: a, out of place": ((64,), (0.5,))}
+    assert drawn.note == "Not drawn: 1 values that the file does not have as a number."
+    empty, _ = plots([("a", Run(program="p"))], [], None)
+    assert ">no data</text>" in empty.svg
+
+
+def test_names_are_shown_as_they_are():
+    """Neither as markup, nor as a formula; and `_` does not hide them from the legend."""
+    drawn, _ = plots([("_$a$ <b> & \"c\" id='x'", run_of((8, 1.0, 1.0)))], [], None)
+    assert ">1: _$a$ &lt;b&gt; &amp; \"c\" id='x'</text>" in drawn.svg
+
+
+def test_many_types_have_a_plot_each():
+    rows = [
+        Record(8, 1, dtype, redop, -1, False, 1.0, 1.0, 1.0, 0)
+        for dtype in ("int8", "float")
+        for redop in ("sum", "prod", "max")
+    ]
+    drawn = plots([("a", Run(program="p", rows=tuple(rows)))], [], None)
+    assert [plot.title for plot in drawn] == [
+        "bus bandwidth, int8", "latency, int8", "bus bandwidth, float", "latency, float",
+    ]  # fmt: skip
+    assert list(drawn[0].series) == [f"1: a, {redop}, out of place" for redop in ("sum", "prod", "max")]
+    assert len({plot.file for plot in drawn}) == 4
+
+
+# --- tables --------------------------------------------------------------------------------------------------
+
+
+def test_ratios_are_of_the_same_call_to_the_first_run_of_the_program():
+    other = ("other", run_of((8, 1.0, 1.0), name="q"))
+    first = ("first", run_of((8, 4.0, 0.5), (16, 8.0, 0.5), (32, 1.0, 0.0)))
+    table = run_rows("p", [other, first, ("second", run_of((8, 1.0, 2.0), (16, 16.0, 0.25), (64, 2.0, 1.0)))])
+    assert [cell.text for cell, _ in table.groups] == ["call", "2: first", "3: second"]
+    assert "time over that of run 2 (first)" in table.caption and table.heads[-1] == "time / run 2"
+    assert [[row[0], *cells(row)[5:]] for row in table.rows] == [
+        ["8", "4.00", "0.50", "0", "1.00", "2.00", "0", "0.250"],
+        ["16", "8.00", "0.50", "0", "16.0", "0.25", "0", "2.000"],
+        ["32", "1.00", "0", "0", "–", "–", "–", "–"],
+        ["64", "–", "–", "–", "2.00", "1.00", "0", "–"],
+    ]
+
+
+def test_a_call_that_was_measured_twice_has_two_rows():
+    table = run_rows("p", [("a", run_of((8, 1.0, 1.0), (8, 2.0, 0.5)))])
+    assert [row[5] for row in table.rows] == ["1.00", "2.00"]
+
+
+def test_the_real_run_is_in_the_table_whole():
+    run = read(REAL)
+    table = run_rows("alltoall_perf", [("real", run)])
+    assert len(table.rows) == len(run.rows) == 48
+    assert cells(table.rows[0]) == ["1,024", "float", "none", "–", "out of place", "38.7", "0.02", "0"]
+    assert cells(table.rows[-1])[5:] == ["193,528", "41.6", "N/A"]
+    (_, facts), = measured([("real", run)], [], [])  # fmt: skip
+    told = dict(facts)
+    assert told["ranks"] == "16" and told["library"] == "NCCL 2.30.3" and told["average busbw"] == "21.0 GB/s"
+    assert told["wrong elements"] == "0 (24 of 48 results checked)"
+    assert told["machine"] == "node-1: 8 × NVIDIA Graphics Device; node-2: 8 × NVIDIA Graphics Device"
+
+
+def test_inputs_tell_their_machine_versions_load_and_time():
+    run = run_of(
+        (8, 1.0, 1.0),
+        when="2026-01-02 03:04:05",
+        settings={"buffers": "plain", "hot": "true"},
+        notes=("left out",),
+    )
+    shown = measured([("a", run)], [("p.json", PEERS)], [("o.json", OVERHEAD)])
+    told = {name.text: dict(facts) for name, facts in shown}
+    assert (
+        told["1: a"]["when"] == "2026-01-02 03:04:05"
+        and told["1: a"]["settings"] == "buffers plain; hot true"
+    )
+    assert (
+        told["p.json"]["machine"] == "a <script>, 2 cores, load 0.25"
+        and told["p.json"]["Open MPI"] == "Open MPI 5"
+    )
+    assert told["o.json"]["numpy"] == "2.0" and told["o.json"]["rounds"] == "21"
+    assert told["o.json"]["when"] == "2026-01-02T03:04:05Z" and "cupy-cuda12x" not in told["o.json"]
+    assert notes([("a", run)]) == [("1: a", "left out")]
+
+
+def test_peers_are_counted_by_ranks_load_and_buffers():
+    table = peer_summary(PEERS)
+    assert [cells(row) for row in table.rows] == [
+        ["2", load, buffers, *rest]
+        for load in ("quiet", "one busy core")
+        for buffers, *rest in (
+            ("plain", "1 of 2", "0 of 1", "1 of 2", "2.000", "2.000"),
+            ("mapped", "1 of 1", "–", "1 of 1", "0.250", "0.250"),
+        )
+    ]
+    quiet, busy = peer_rows(PEERS)
+    assert quiet.caption == "2 ranks, quiet: 3 cases, 1 miss a target" and busy.caption.startswith(
+        "2 ranks, one busy"
+    )
+    assert quiet.rows[0][5] == Cell("2.00", "best") and quiet.rows[0][10] == Cell("met", "met")
+
+
+def test_the_known_reason_of_a_miss_has_a_column():
+    rows = [{**row, "why": "shared <caches>"} for row in PEERS["rows"]]
+    table, _ = peer_rows({**PEERS, "rows": rows})
+    assert table.heads[-1] == "known reason" and table.rows[0][-1] == "shared <caches>"
+    assert len(table.heads) == len(table.rows[0]) == sum(span for _, span in table.groups)
+
+
+def test_the_cost_of_a_call_counts_its_targets():
+    calls, imports = overhead(OVERHEAD)
+    assert calls.caption == "A call with the communication taken away: 0 of 1 targets met"
+    assert cells(calls.rows[0]) == ["the C call", "0.100", "–", "0.000", "", ""]
+    assert imports.caption == "The import: 1 of 1 targets met"
+
+
+def test_a_run_without_results_or_with_bad_checks_has_failed():
+    assert failures([("a", Run(program="p"))], []) == [("1: a", "no results")]
+    bad = Run(program="p", rows=run_of((8, 1.0, 1.0)).rows, out_of_bounds=2)
+    assert failures([("a", bad)], [("p", {**PEERS, "rows": []})]) == [
+        ("1: a", "2 checks found wrong elements"),
+        ("p", "no results"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (float("nan"), "–"),
+        (0, "0"),
+        (0.001234, "0.00123"),
+        (2.5, "2.50"),
+        (12.34, "12.3"),
+        (1234.5, "1,234"),
+    ],
+)
+def test_numbers_have_three_digits_or_so(value: float | None, text: str):
+    assert number(value) == text
+
+
+# --- bad input -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -122,6 +460,11 @@ def test_ratios_are_of_the_same_call_to_the_first_run():
         ('{\n "a": 1,\n}', "bad.json, line 3: not JSON"),
         ('{"sides": {}, "rows": [{"op": "x"}]}', "bad.json: row 1 lacks ranks, bytes"),
         ('{"sides": {}, "rows": 3}', "bad.json: a list of rows was expected, not int"),
+        (
+            json.dumps({"sides": {}, "rows": [{**PEERS["rows"][0], "ours_us": "2"}]}),
+            "bad.json: row 1: ours_us cannot be '2'",
+        ),
+        (json.dumps({**OVERHEAD, "imports": None}), "bad.json: a list of rows was expected, not NoneType"),
         ("no benchmark\n", "bad.json: no line of it is nccl-tests'"),
     ],
 )
@@ -133,9 +476,17 @@ def test_a_bad_file_is_named(text: str, words: str, tmp_path: Path, capsys: pyte
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("value", ["0", "-1", "fast", "nan", "inf"])
+def test_a_roofline_is_a_bandwidth(value: str, files: list[Path], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="2"):
+        report.main([str(files[0]), f"--roofline={value}"])
+    assert f"'{value}' is no bandwidth: a number above 0, in GB/s" in capsys.readouterr().err
+
+
 def test_without_matplotlib_it_says_what_to_install(
     files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.backends.backend_agg", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert report.main([str(files[0]), "--out", str(tmp_path / "out")]) == 1
     assert "pip install 'pynccl-anywhere[bench]'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,411 @@
+"""The tables of the report: what was read becomes rows of text. Knows nothing of HTML, nor of pictures."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.parse import Record, Run
+from bench.peer.cases import size_in_words
+from bench.peer.rows import missed
+
+__all__ = [
+    "PEER_NAMES",
+    "Cell",
+    "Table",
+    "failures",
+    "measured",
+    "notes",
+    "number",
+    "overhead",
+    "peer_rows",
+    "peer_summary",
+    "run_rows",
+]
+
+PEER_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "gloo": "Gloo"}
+NOTHING = "–"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Text, and the class that it has on the page: met, missed, best or wrong; or `run N`, for its colour."""
+
+    text: str
+    mark: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """`groups` are headings over several of the `heads`; `words` are the columns that hold no numbers."""
+
+    caption: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str | Cell]]
+    words: Sequence[int] = (0,)
+    groups: Sequence[tuple[Cell, int]] = field(default=())
+
+
+def number(value: float | None) -> str:
+    """Three digits or so: enough to compare, and short enough to read down a column."""
+    if value is None or math.isnan(value):
+        return NOTHING
+    if value == 0:
+        return "0"
+    if abs(value) < 0.1:
+        return f"{value:.3g}"
+    return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def _ratio(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.3f}"
+
+
+def _verdict(met: bool | None) -> str | Cell:
+    return "" if met is None else Cell("met", "met") if met else Cell("missed", "missed")
+
+
+# --- all inputs ---------------------------------------------------------------------------------------------
+
+
+def failures(
+    runs: Sequence[tuple[str, Run]], peers: Sequence[tuple[str, Mapping[str, Any]]]
+) -> list[tuple[str, str]]:
+    """What speaks against the numbers: the name of an input, and a sentence."""
+    found = []
+    for at, (name, run) in enumerate(runs, 1):
+        bad = [row for row in run.rows if row.wrong]
+        if bad:
+            first = f"{size_in_words(bad[0].size)}, {_place(bad[0])}"
+            found.append(
+                (f"{at}: {name}", f"{sum(row.wrong or 0 for row in bad):,} wrong elements in {len(bad)} of "
+                 f"{len(run.rows)} results, the first at {first}")
+            )  # fmt: skip
+        elif run.out_of_bounds:
+            found.append((f"{at}: {name}", f"{run.out_of_bounds} checks found wrong elements"))
+        if not run.rows:
+            found.append((f"{at}: {name}", "no results"))
+        found += [(f"{at}: {name}", error) for error in run.errors]
+    for name, document in peers:
+        found += [(name, f"{side}: {what}") for side, what in document.get("failures", {}).items()]
+        if not document["rows"]:
+            found.append((name, "no results"))
+    return found
+
+
+Fact = tuple[str, "str | Cell"]
+
+
+def measured(
+    runs: Sequence[tuple[str, Run]],
+    peers: Sequence[tuple[str, Mapping[str, Any]]],
+    overheads: Sequence[tuple[str, Mapping[str, Any]]],
+) -> list[tuple[Cell, list[Fact]]]:
+    """Each input, and what it tells of itself: what was run, on what, with what, when."""
+    found = [
+        *((Cell(f"{at}: {name}", f"run {at}"), _about_run(run)) for at, (name, run) in enumerate(runs, 1)),
+        *((Cell(name), _about("bench.peers", document)) for name, document in peers),
+        *((Cell(name), _about("bench.call_overhead", document)) for name, document in overheads),
+    ]
+    return [(name, [fact for fact in facts if fact[1]]) for name, facts in found]
+
+
+def notes(runs: Sequence[tuple[str, Run]]) -> list[tuple[str, str]]:
+    """What else is known about an input, and is no failure."""
+    return [
+        (f"{at}: {name}", note)
+        for at, (name, run) in enumerate(runs, 1)
+        for note in run.notes
+        if note not in run.errors
+    ]
+
+
+def _about_run(run: Run) -> list[Fact]:
+    return [
+        ("program", run.program),
+        ("ranks", str(run.ranks) if run.ranks else "not told"),
+        ("wrong elements", _checked(run)),
+        ("average busbw", "" if run.average_busbw is None else f"{number(run.average_busbw)} GB/s"),
+        ("library", run.library),
+        ("machine", _devices(run)),
+        ("settings", _settings(run)),
+        ("when", run.when),
+    ]
+
+
+def _about(program: str, document: Mapping[str, Any]) -> list[Fact]:
+    about = document.get("machine", {})
+    versions = {**document.get("sides", {}), **about.get("versions", {})}
+    ranks = sorted({row["ranks"] for row in document.get("rows", ())})
+    return [
+        ("program", program),
+        ("ranks", ", ".join(map(str, ranks))),
+        ("load", _text(document.get("load", ""))),
+        ("rounds", _text(document.get("rounds", ""))),
+        *((PEER_NAMES.get(key, key), _text(value)) for key, value in versions.items() if value is not None),
+        ("machine", _machine(about)),
+        ("when", _text(document.get("when", ""))),
+    ]
+
+
+def _checked(run: Run) -> str | Cell:
+    checked = [row.wrong for row in run.rows if row.wrong is not None]
+    wrong = sum(checked)
+    part = "" if len(checked) == len(run.rows) else f" ({len(checked)} of {len(run.rows)} results checked)"
+    words = f"{wrong:,}{part}" if checked else "not checked"
+    return Cell(words, "wrong") if wrong or run.out_of_bounds else words
+
+
+def _devices(run: Run) -> str:
+    """`node-1: 8 × NVIDIA H100; node-2: ..`; of many hosts with the same devices the first and the last."""
+    hosts: dict[str, Counter[str]] = {}
+    for one in run.devices:
+        hosts.setdefault(one.host, Counter())[one.name] += 1
+    said = {
+        host: ", ".join(f"{count} × {name}" for name, count in names.items()) for host, names in hosts.items()
+    }
+    if len(said) > 2 and len(set(said.values())) == 1:
+        first, *_, last = said
+        return f"{len(said)} hosts, {first} to {last}: each {said[first]}"
+    return "; ".join(f"{host}: {devices}" for host, devices in said.items())
+
+
+SETTINGS = (
+    "buffers",
+    "hot",
+    "aggregated",
+    "average",
+    "iterations",
+    "iters",
+    "agg iters",
+    "warmup iters",
+    "graph",
+)
+USUAL = {
+    "hot": ("0", "false"),
+    "aggregated": ("1",),
+    "agg iters": ("1",),
+    "graph": ("0",),
+    "average": ("average",),
+}
+
+
+def _settings(run: Run) -> str:
+    chosen = {key: run.settings[key] for key in SETTINGS if key in run.settings}
+    said = [f"{key} {value}" for key, value in chosen.items() if value not in USUAL.get(key, ())]
+    return "; ".join(said)
+
+
+MACHINE = {"cpu": "", "l1_cache": "L1", "l2_cache": "L2", "l3_cache": "L3", "python": "Python",
+           "load_average": "load"}  # fmt: skip
+
+
+def _machine(about: Mapping[str, Any]) -> str:
+    said = []
+    for key, value in about.items():
+        if key != "versions":
+            name = MACHINE.get(key, key)
+            shown = _text(value[0] if key == "load" and isinstance(value, list) and value else value)
+            said.append(f"{shown} cores" if key == "cores" else f"{name} {shown}".strip())
+    return ", ".join(said)
+
+
+def _text(value: Any) -> str:
+    return (
+        value if isinstance(value, str) else f"{value:.3g}" if isinstance(value, float) else json.dumps(value)
+    )
+
+
+def _place(row: Record) -> str:
+    return "in place" if row.in_place else "out of place"
+
+
+# --- runs ---------------------------------------------------------------------------------------------------
+
+
+def run_rows(program: str, runs: Sequence[tuple[str, Run]]) -> Table:
+    """Every result of a program, a row for each call, the runs side by side; ratios to the first of them."""
+    chosen = [(at, name, run) for at, (name, run) in enumerate(runs, 1) if run.program == program]
+    calls = [_calls(run) for _, _, run in chosen]
+    base, base_name, _ = chosen[0]
+    heads = ["size (B)", "type", "redop", "root", "placement"]
+    groups = [(Cell("call"), len(heads))]
+    for at, name, run in chosen:
+        mine = ["time (µs)", "busbw (GB/s)", "wrong"]
+        mine += ["min–p99 (µs)"] if _timed(run) else []
+        mine += [f"time / run {base}"] if at != base else []
+        groups.append((Cell(f"{at}: {name}", f"run {at}"), len(mine)))
+        heads += mine
+    rows: list[list[str | Cell]] = []
+    for key in _ordered(calls):
+        size, dtype, redop, root, in_place, _ = key
+        row: list[str | Cell] = [f"{size:,}", dtype, redop, NOTHING if root < 0 else str(root)]
+        row.append("in place" if in_place else "out of place")
+        for results, (at, _, run) in zip(calls, chosen, strict=True):
+            row += _results(results.get(key), _timed(run))
+            row += [_of_base(results.get(key), calls[0].get(key))] if at != base else []
+        rows.append(row)
+    caption = f"{program or 'Results'}: all results"
+    if len(chosen) > 1:
+        caption += f". Ratios: time over that of run {base} ({base_name}); below 1 is faster."
+    return Table(caption, heads, rows, range(1, 5), groups)
+
+
+def _timed(run: Run) -> bool:
+    return any(row.iterations for row in run.rows)
+
+
+_Call = tuple[int, str, str, int, bool, int]
+
+
+def _calls(run: Run) -> dict[_Call, Record]:
+    """By what was called; the same call again (nccl-tests' -N) has the next number at the end of its key."""
+    seen: Counter[tuple[Any, ...]] = Counter()
+    calls: dict[_Call, Record] = {}
+    for row in run.rows:
+        key = (row.size, row.type, row.redop, row.root, row.in_place)
+        calls[(*key, seen[key])] = row
+        seen[key] += 1
+    return calls
+
+
+def _ordered(calls: Sequence[Mapping[_Call, Record]]) -> list[_Call]:
+    """By kind as first met, then placement, then size."""
+    keys = list(dict.fromkeys(key for one in calls for key in one))
+    kinds = {kind: at for at, kind in reversed(list(enumerate(key[1:4] for key in keys)))}
+    return sorted(keys, key=lambda key: (kinds[key[1:4]], key[4], key[0], key[5]))
+
+
+def _results(record: Record | None, timed: bool) -> list[str | Cell]:
+    if record is None:
+        return [NOTHING] * (4 if timed else 3)
+    wrong: str | Cell = "N/A" if record.wrong is None else f"{record.wrong:,}"
+    cells = [
+        number(record.time_us),
+        number(record.busbw),
+        Cell(f"{record.wrong:,}", "wrong") if record.wrong else wrong,
+    ]
+    its = record.iterations
+    spread = [f"{number(its.min_us)}–{number(its.p99_us)}" if its else NOTHING]
+    return [*cells, *(spread if timed else [])]
+
+
+def _of_base(record: Record | None, base: Record | None) -> str:
+    if record is None or base is None or not base.time_us > 0 or math.isnan(record.time_us):
+        return NOTHING
+    return _ratio(record.time_us / base.time_us)
+
+
+# --- peers --------------------------------------------------------------------------------------------------
+
+
+def _cases(document: Mapping[str, Any]) -> Iterable[tuple[int, str, list[Mapping[str, Any]]]]:
+    rows = document["rows"]
+    for ranks, load in dict.fromkeys((row["ranks"], row["load"]) for row in rows):
+        yield ranks, load, [row for row in rows if (row["ranks"], row["load"]) == (ranks, load)]
+
+
+def peer_summary(document: Mapping[str, Any]) -> Table:
+    """How many targets are met, by ranks, load and kind of buffers; median and worst ratio."""
+    heads = ("ranks", "load", "buffers", "ratio met", "roofline met", "no slower than any peer",
+             "median ratio", "worst ratio")  # fmt: skip
+    rows: list[list[str | Cell]] = []
+    for ranks, load, case in _cases(document):
+        for buffers in dict.fromkeys(row["buffers"] for row in case):
+            mine = [row for row in case if row["buffers"] == buffers]
+            ratios = sorted(row["ratio"] for row in mine if row.get("ratio") is not None)
+            none_faster = f"{sum(one <= 1 for one in ratios)} of {len(ratios)}" if ratios else NOTHING
+            middle, worst = (ratios[len(ratios) // 2], ratios[-1]) if ratios else (None, None)
+            parts = (_part(mine, "met"), _part(mine, "roofline_met"))
+            rows.append([str(ranks), load, buffers, *parts, none_faster, _ratio(middle), _ratio(worst)])
+    return Table("Targets met, and ratios to the fastest peer", heads, rows, (1, 2))
+
+
+def _part(rows: Sequence[Mapping[str, Any]], key: str) -> str | Cell:
+    asked = [row[key] for row in rows if row.get(key) is not None]
+    mark = "met" if all(asked) else "missed"
+    return Cell(f"{sum(asked)} of {len(asked)}", mark) if asked else NOTHING
+
+
+def peer_rows(document: Mapping[str, Any]) -> list[Table]:
+    """For each number of ranks and load: every case, with each peer, the targets, and the roofline."""
+    tables = []
+    for ranks, load, case in _cases(document):
+        peers = [peer for peer in PEER_NAMES if any(row.get(f"{peer}_us") is not None for row in case)]
+        reasons = any(row.get("why") for row in case)
+        groups = [(Cell("call"), 3), (Cell("ours"), 2), *((Cell(PEER_NAMES[peer]), 2) for peer in peers)]
+        groups += [(Cell("target"), 2), (Cell("roofline"), 4), (Cell(""), 1 + reasons)]
+        heads = ["operation", "size", "buffers", "time (µs)", "p25–p75 (µs)"]
+        heads += ["time (µs)", "ratio"] * len(peers) + ["ratio at most", "verdict"]
+        heads += ["time (µs)", "part", "at least", "verdict", "others' CPU (%)"]
+        heads += ["known reason"] if reasons else []
+        bad = sum(map(_missed, case))
+        caption = f"{ranks} ranks, {load}: {len(case)} cases, {bad} miss a target"
+        rows = [[*_peer_row(row, peers), *([row.get("why") or ""] if reasons else [])] for row in case]
+        words = (0, 2, len(heads) - 1) if reasons else (0, 2)
+        tables.append(Table(caption, heads, rows, words, groups))
+    return tables
+
+
+def _missed(row: Mapping[str, Any]) -> bool:
+    return missed({"met": None, "roofline_met": None, **row})
+
+
+def _peer_row(row: Mapping[str, Any], peers: Sequence[str]) -> list[str | Cell]:
+    ours, spread = row["ours_us"], row.get("spread", {}).get("ours")
+    cells: list[str | Cell] = [row["op"], size_in_words(row["bytes"]), row["buffers"], number(ours)]
+    cells.append("–".join(map(number, spread)) if spread else NOTHING)
+    for peer in peers:
+        theirs = row.get(f"{peer}_us")
+        mark = "best" if row.get("fastest") == peer else ""
+        cells += [Cell(number(theirs), mark), Cell(_ratio(ours / theirs if theirs else None), mark)]
+    target, floor, others = row.get("target"), row.get("roofline_target"), row.get("others")
+    cells += ["" if target is None else f"{target:g}", _verdict(row.get("met"))]
+    cells += [number(row.get("roofline_us")), _ratio(row.get("roofline_fraction"))]
+    cells += ["" if floor is None else f"{floor:g}", _verdict(row.get("roofline_met"))]
+    return [*cells, NOTHING if others is None else f"{100 * others:.0f}"]
+
+
+# --- the cost of a call -------------------------------------------------------------------------------------
+
+
+def overhead(document: Mapping[str, Any]) -> list[Table]:
+    """Calls, and imports."""
+    calls: list[list[str | Cell]] = []
+    for row in document["calls"]:
+        low, high, target = row.get("p25_us"), row.get("p75_us"), row["target_us"]
+        spread = NOTHING if low is None or high is None else f"{low:.3f}–{high:.3f}"
+        calls.append([row["name"], f"{row['us']:.3f}", spread, f"{row['above_c_us']:.3f}",
+                      "" if target is None else f"{target:g}", _verdict(row["met"])])  # fmt: skip
+    imports: list[list[str | Cell]] = []
+    for row in document["imports"]:
+        times = (number(row.get("numpy_ms")), f"{row['beyond_numpy_ms']:.1f}", f"{row['target_ms']:g}")
+        imports.append([row["name"], *times, _verdict(row["met"])])
+    heads: tuple[str, ...] = (
+        "call",
+        "time (µs)",
+        "p25–p75 (µs)",
+        "above the C call (µs)",
+        "at most (µs)",
+        "verdict",
+    )
+    tables = [Table(f"A call with the communication taken away{_met(document['calls'])}", heads, calls)]
+    if imports:
+        heads = (
+            "import pynccl of a new process",
+            "NumPy alone (ms)",
+            "beyond NumPy (ms)",
+            "at most (ms)",
+            "verdict",
+        )
+        tables.append(Table(f"The import{_met(document['imports'])}", heads, imports))
+    return tables
+
+
+def _met(rows: Iterable[Mapping[str, Any]]) -> str:
+    asked = [row["met"] for row in rows if row["met"] is not None]
+    return f": {sum(asked)} of {len(asked)} targets met" if asked else ""
