@@ -100,3 +100,23 @@ def test_it_gets_the_error_of_a_call_that_is_made_afterwards(n: int) -> None:
         stream.close()
 
     run_ranks(n, rank, library="host", timeout=30)
+
+
+def test_each_later_call_names_the_failure_that_broke_the_communicator_and_no_other() -> None:
+    def rank(comm: Any) -> None:
+        if comm.rank == 1:
+            with pytest.raises(pynccl.RemoteError):
+                comm.barrier()
+            return
+        comm.library.pyncclSetTimeout(comm.handle, 0.2)
+        with pytest.raises(pynccl.NcclTimeoutError):
+            comm.recv(np.empty(3), 1)
+        comm.library.ncclCommSplit(comm.handle, -7, 0, None, None)  # refused, in other words
+        texts = []
+        for _ in range(3):
+            with pytest.raises(pynccl.NcclTimeoutError, match=r"earlier failure \(recv\(count=3") as caught:
+                comm.barrier()
+            texts.append(str(caught.value))
+        assert len(set(texts)) == 1 and texts[0].count("broken since") == 1
+
+    run_ranks(2, rank, library="host", timeout=30)

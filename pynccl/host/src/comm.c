@@ -72,8 +72,13 @@ ncclResult_t comm_check(struct ncclComm *comm, const char *call) {
   const int state = atomic_load_explicit(&comm->state, memory_order_acquire);
   if (state == ncclInProgress)
     return fail(comm, ncclInvalidUsage, "%s: the communicator is still being made; poll ncclCommGetAsyncError until it is not ncclInProgress", call);
-  if (state != ncclSuccess)
-    return fail(NULL, (ncclResult_t)state, "%s: the communicator is broken since an earlier failure (%s); abort it", call, ncclGetLastError(comm));
+  if (state != ncclSuccess) {
+    char words[sizeof comm->cause];
+    pthread_mutex_lock(&comm->lock);
+    memcpy(words, comm->cause, sizeof words);
+    pthread_mutex_unlock(&comm->lock);
+    return fail(NULL, (ncclResult_t)state, "%s: the communicator is broken since an earlier failure (%s); abort it", call, words);
+  }
   const bool aborted = atomic_load_explicit(&comm->abort, memory_order_acquire);
   if (aborted || atomic_load_explicit(&comm->revoked, memory_order_acquire))
     return fail(comm, ncclInvalidUsage, "%s: the communicator was %s", call, aborted ? "aborted" : "revoked");
@@ -107,14 +112,21 @@ struct ncclComm *comm_enter(ncclComm_t comm, const char *call, bool need_healthy
 
 void comm_leave(struct ncclComm *comm) { atomic_fetch_sub(&comm->users, 1); }
 
+void comm_broken(struct ncclComm *comm, ncclResult_t code, const char *words) {
+  pthread_mutex_lock(&comm->lock);
+  const bool first = comm->cause[0] == 0;
+  if (first) snprintf(comm->cause, sizeof comm->cause, "%s", words);
+  pthread_mutex_unlock(&comm->lock);
+  if (first) atomic_store_explicit(&comm->state, code, memory_order_release); /* last: who waits for a state may free what is not made */
+}
+
 ncclResult_t comm_break(struct ncclComm *comm, ncclResult_t code, const char *format, ...) {
   char text[900];
   va_list arguments;
   va_start(arguments, format);
   vsnprintf(text, sizeof text, format, arguments);
   va_end(arguments);
-  int sound = ncclSuccess;
-  atomic_compare_exchange_strong(&comm->state, &sound, code);
+  comm_broken(comm, code, text);
   if (comm->head != NULL && atomic_exchange(&comm->head->claimed, 1) == 0) {
     snprintf(comm->head->text, sizeof comm->head->text, "rank %d reported: %s", comm->rank, text);
     atomic_store_explicit(&comm->head->failed, code, memory_order_release);

@@ -209,6 +209,7 @@ struct ncclComm { /* comes from a pool that is never freed: a stale handle is re
   struct peer peers[MAX_RANKS];
 
   _Atomic int state;   /* ncclSuccess, ncclInProgress (being made), or the error that broke it */
+  char cause[1024];    /* that error's words: readable, under the lock, when the state is one */
   _Atomic int abort;   /* non-zero: all that waits gives up */
   _Atomic int revoked, finalized;
   _Atomic int pending; /* operations submitted whose batch has not ended */
@@ -272,6 +273,8 @@ bool kin_hopeless(const void *kin, int rank, char *why, size_t size);
 /* An all-gather by sockets among the ranks of comm, for calls that make something (communicators, windows). */
 ncclResult_t exchange(struct ncclComm *comm, const struct token *token, const void *mine, size_t bytes, void *all, bool interruptible,
                       const char *what);
+/* This rank can do no more with the communicator: the first failure stays its state. */
+void comm_broken(struct ncclComm *comm, ncclResult_t code, const char *words);
 /* Break the communicator: remember the error, tell the peers through the segment. */
 ncclResult_t comm_break(struct ncclComm *comm, ncclResult_t code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 /* Copy into a peer's memory, piece by piece: a rank that was stopped meanwhile must not go on after the others have given up. */

@@ -190,7 +190,7 @@ static ncclResult_t finish_job(struct job *job, ncclResult_t code) {
     if (comm->blocking || job->out == &job->nowhere)
       comm_free(comm);
     else
-      atomic_store_explicit(&comm->state, code, memory_order_release); /* the caller holds the handle and must abort it */
+      comm_broken(comm, code, thread_error()); /* the caller holds the handle and must abort it */
   }
   if (job->parent != NULL) comm_leave(job->parent);
   free(job->excluded);

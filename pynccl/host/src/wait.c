@@ -166,8 +166,9 @@ static ncclResult_t look(struct op *op, double time, bool ask_kernel) {
                 op_words(op, words, sizeof words), atomic_load(&comm->revoked) ? "revoked" : "aborted");
   const int failed = atomic_load_explicit(&comm->head->failed, memory_order_acquire);
   if (failed != ncclSuccess) {
-    atomic_store(&comm->state, ncclRemoteError);
-    return fail(comm, ncclRemoteError, "%s: %s", op_words(op, words, sizeof words), comm->head->text);
+    fail(comm, ncclRemoteError, "%s: %s", op_words(op, words, sizeof words), comm->head->text);
+    comm_broken(comm, ncclRemoteError, thread_error());
+    return ncclRemoteError;
   }
   if (op->since == 0) op->since = time;
   if (op->awaited < 0) { /* waits for an earlier operation of this rank, which has a deadline of its own: ours starts anew whenever that moves */
@@ -223,8 +224,22 @@ static bool be_patient(struct patience *patience, bool spin) {
   return time - patience->looked < LOOK_EVERY;
 }
 
+struct outcome { /* of several operations: the first failure, in its own words though others follow */
+  ncclResult_t result;
+  struct ncclComm *comm;
+  char words[1024];
+};
+
+static void take_outcome(struct outcome *outcome, const struct op *op, bool alone) {
+  if (outcome->result != ncclSuccess || op->result == ncclSuccess) return;
+  outcome->result = op->result;
+  outcome->comm = op->comm;
+  if (!alone) snprintf(outcome->words, sizeof outcome->words, "%s", thread_error());
+}
+
 ncclResult_t run(struct op **ops, int n, bool interruptible) {
-  ncclResult_t result = ncclSuccess;
+  struct outcome outcome;
+  outcome.result = ncclSuccess;
   struct patience patience = {0};
   bool spin = interruptible; /* a stream's worker leaves the cores to those who compute meanwhile */
   for (int i = 0; i < n; i++) spin = spin && !ops[i]->comm->oversubscribed;
@@ -238,7 +253,7 @@ ncclResult_t run(struct op **ops, int n, bool interruptible) {
       moved = moved || progress != WAITING;
       if (progress == MOVED) op->since = 0;
       if (op->phase == COMPLETE) {
-        if (result == ncclSuccess) result = op->result;
+        take_outcome(&outcome, op, n == 1);
       } else {
         left++;
       }
@@ -268,10 +283,10 @@ ncclResult_t run(struct op **ops, int n, bool interruptible) {
       }
       if (op->phase == COMPLETE) {
         say_doing(op, false);
-        if (result == ncclSuccess) result = op->result;
+        take_outcome(&outcome, op, n == 1);
       }
     }
   }
-  if (patience.start != 0 || result != ncclSuccess) say_doing(ops[0], false);
-  return result;
+  if (patience.start != 0 || outcome.result != ncclSuccess) say_doing(ops[0], false);
+  return outcome.result == ncclSuccess || n == 1 ? outcome.result : fail(outcome.comm, outcome.result, "%s", outcome.words);
 }
