@@ -171,7 +171,30 @@ def test_messages_of_calls_that_differ_are_never_taken_for_each_other(other: Any
     assert results[0][0].startswith("TypeError")
     assert not any("no error" in result for of_rank in results for result in of_rank)
     differs = [text for of_rank in results for text in of_rank if "differs between its ends" in text]
-    assert differs and all("InvalidUsageError" in text and ", of run #" in text for text in differs)
+    assert any("InvalidUsageError" in text for text in differs)
+    assert all(", of run #" in text for text in differs)
+
+
+@pytest.mark.parametrize("refused", range(4))
+@pytest.mark.parametrize("name", ["tree", "ring", "recursive_doubling"])
+def test_nor_on_a_stream_where_what_depends_on_them_is_queued_already(name: str, refused: int) -> None:
+    def rank(comm: Any) -> str:
+        schedule, stream = generate(name, comm.size), pynccl.Stream(comm.library)
+        ops = ("max",) if comm.rank == refused else ("sum", "max")
+        errors = []
+        for op in (*ops, None):  # a call may be refused already
+            try:
+                if op is None:
+                    stream.synchronize()
+                else:
+                    run(schedule, comm, np.ones(8), op=op, stream=stream)
+            except pynccl.NcclError as error:
+                errors.append(str(error))
+        stream.close()
+        return "; ".join(errors)
+
+    results = run_ranks(4, rank, library="host", timeout=30)
+    assert all("differs between its ends" in result for result in results), results
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from pynccl.abi.errors import NcclError, RemoteError
 
 __all__ = ["Queued", "ends_on_failure", "tag_of", "tagged"]
 
+_LEFT = "its communicator"  # what a peer has revoked, aborted or destroyed, in the library's words
 _SECONDS = 1e-3  # of the wait for this rank's own work; a stream's thread would wait for itself
 
 
@@ -32,7 +33,7 @@ def ends_on_failure(comm: Any, call: str) -> Iterator[None]:
         yield
     except BaseException as error:
         _end(comm)
-        if isinstance(error, RemoteError):
+        if isinstance(error, RemoteError) and _LEFT in error.args[0]:
             error.args = (
                 f"{error.args[0]}; {call} ends with its communicator on every rank: an operation or codec "
                 "that raised on one of them is a usual reason, and that rank's own error says so",

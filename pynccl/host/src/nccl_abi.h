@@ -247,7 +247,8 @@ NCCL_API const char *pyncclVersion(void);
 NCCL_API ncclResult_t pyncclSetTimeout(ncclComm_t comm, double seconds);
 NCCL_API ncclResult_t pyncclCommName(ncclComm_t comm, const char **name); /* lives as long as the communicator */
 NCCL_API ncclResult_t pyncclSetInterruptCheck(int (*check)(void));
-NCCL_API ncclResult_t pyncclTagMessages(unsigned tag); /* of this thread's sends and receives from now on: both ends must have the same. 0: none */
+NCCL_API ncclResult_t pyncclTagMessages(unsigned tag); /* of this thread's sends and receives from now on: both ends must have the same,
+ * or it ends the communicator. 0: none */
 NCCL_API ncclResult_t pyncclStreamCreate(void **stream);
 NCCL_API ncclResult_t pyncclStreamDestroy(void *stream);
 NCCL_API ncclResult_t pyncclStreamSynchronize(void *stream, double timeout);

@@ -117,7 +117,11 @@ enum progress message_progress(struct op *op) {
       op->awaited = op->root;
       return moved ? MOVED : WAITING;
     }
-    if (!agree(op, send, recv)) return op_finish(op, ncclInvalidUsage);
+    if (!agree(op, send, recv)) {
+      /* Of a run more depends on a message than its two ends know. */
+      if ((send->signature | recv->signature) >> 32 != 0) comm_break(comm, ncclInvalidUsage, "%s", thread_error());
+      return op_finish(op, ncclInvalidUsage);
+    }
     plan(op, recv);
     op->awaited = op->root;
     op->phase = RUNNING;
