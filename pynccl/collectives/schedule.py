@@ -1,8 +1,8 @@
 """A collective as data: for each rank an ordered list of steps, for any number of elements.
 
-Owns the representation: steps, chunk bounds, equality, JSON, the printed table. `builder.py` writes
-schedules; `verify.py`, `cost.py`, `trace.py` and the executors read them. Knows nothing of communicators or
-arrays of data.
+Owns the representation: rows of steps, equality, JSON, the printed table. Its words are in `terms.py`, what
+its fields may be in `form.py`. `builder.py` writes schedules; `verify.py`, `cost.py`, `trace.py` and the
+executors read them. Knows nothing of communicators or arrays of data.
 
 **What a schedule means.** The data of a rank are three buffers, IN, OUT and SCRATCH, cut into *blocks* of
 `count` elements (what NCCL calls the count of the call), each cut into `parts` *chunks*: chunk `block * parts
@@ -66,7 +66,10 @@ class Schedule:
     `scratch_chunks` is the length of SCRATCH in chunks. `deterministic` claims that all ranks reduce each
     chunk in the same way, up to swapping the operands of the reduction, so that they end with the same bits;
     `in_place` claims that the schedule is right also when IN and OUT overlap as NCCL allows. `verify` holds
-    the schedule to both claims. `params` are the generator's own.
+    the schedule to both claims. `params` are the generator's own, and such as JSON can say.
+
+    ValueError for a field of another type or out of range. All buffers of all ranks have 2**26 chunks at most
+    (`form.MOST_CHUNKS`), and there are 65536 ranks at most.
     """
 
     name: str

@@ -119,7 +119,7 @@ COLLECTIVES: dict[str, Collective] = {
 }
 
 # One row a step, all ranks' steps one after the other. A buffer of -1 means that there is no such span; src
-# and dst have the same number of chunks.
+# and dst have the same number of chunks. What a kind does not use is -1 (buffers, peer) or 0 (all else).
 COLUMNS = np.dtype(
     [
         ("kind", np.int8),
