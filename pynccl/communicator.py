@@ -14,7 +14,6 @@ from .derive import Derivation
 from .memory import OneSided
 from .objects import Objects
 from .operations import check_rank, integer
-from .quick import not_taken
 from .threadstate import current
 
 
@@ -41,8 +40,8 @@ class Communicator(Objects, OneSided, Derivation):
         Appears in messages, and in NCCL's logs.
     selection
         A table of ``pynccl.collectives.tune``, or its file: which algorithm for which size, for calls that
-        name none (prepared calls, and communicators split from this one, keep the library's own). The same on
-        every rank. InvalidUsageError for one that was made with other ranks, hosts or another library.
+        name none (prepared ones on a GPU, and communicators split from this one, keep the library's own). The
+        same on every rank. InvalidUsageError for one made with other ranks, hosts, or another library.
 
     Attributes
     ----------
@@ -134,7 +133,7 @@ class Communicator(Objects, OneSided, Derivation):
         except BaseException:
             self.abort()
             raise
-        self._selection, self._take = table, not_taken
+        self._selection, self._take = table, table.quick(self._take, self.size)
 
     @classmethod
     def init_all(

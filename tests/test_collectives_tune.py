@@ -153,6 +153,39 @@ def test_calls_use_the_table(monkeypatch: pytest.MonkeyPatch):
     ]
 
 
+def test_calls_that_the_table_leaves_to_the_library_take_the_quick_path():
+    def one(comm: Any) -> None:
+        general: list[str] = []
+        comm._run = lambda what, *arguments: general.append(what.name)
+        x, out, long = np.ones(6, "f4"), np.empty(6, "f4"), np.ones(1000, "f4")
+        comm.all_reduce(x)
+        assert comm.all_reduce(x, out=out) is out and out.tolist() == [9] * 6
+        comm.all_to_all(x, out)
+        comm.reduce_scatter(x, np.empty(2, "f4"))
+        comm.gather(x, 0, np.empty(18, "f4"))
+        comm.all_gather(x, np.empty(18, "f4"))
+        assert general == []
+        comm.all_reduce(long)
+        comm.all_gather(np.ones(7, "f4"), np.empty(21, "f4"))
+        comm.broadcast(x, 1)
+        comm.reduce(x, 2)
+        comm.reduce(x, 2, out)
+        comm.all_reduce([1.0])
+        assert general == ["all_reduce", "all_gather", "broadcast", "reduce", "reduce", "all_reduce"]
+        del comm._run
+        assert comm.all_reduce(long)[0] == 3
+
+    choices = {**CHOICES, "all_gather": ((72, "library"), (100, "pynccl:bruck"))}
+    with_table(3, table(3, choices=choices), one)
+
+
+def test_a_table_that_never_chooses_a_schedule_costs_nothing():
+    def one(comm: Any) -> None:
+        assert comm._take is comm._records.call
+
+    with_table(2, table(2, choices={"all_reduce": ((1000, "library"),)}), one)
+
+
 def test_prepared_calls_use_the_table():
     def one(comm: Any) -> None:
         x, kept, out = np.zeros(1000, "f4"), np.zeros(1000, "f4"), np.empty(1000, "f4")
