@@ -10,7 +10,6 @@ import colorsys
 import io
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -90,14 +89,18 @@ def plots(
     except ImportError as error:
         raise ImportError("plots need matplotlib: pip install 'pynccl-anywhere[bench]'") from error
     made: list[Plot] = []
-    names: Counter[str] = Counter()
     with mpl.rc_context(STYLE):
         for drawing in (*_run_drawings(runs, roofline), *_peer_drawings(peers)):
-            stem = re.sub(r"\W+", "-", f"{drawing.section} {drawing.title}").strip("-").lower()
-            names[stem] += 1
-            file = f"{stem}-{names[stem]}.png" if names[stem] > 1 else f"{stem}.png"
+            file = _file(f"{drawing.section} {drawing.title}", {plot.file for plot in made})
             made.append(drawing.finish(file, f"p{len(made) + 1}-"))
     return made
+
+
+def _file(title: str, taken: set[str]) -> str:
+    """A name for any file system that is not taken yet."""
+    stem = re.sub(r"\W+", "-", title).strip("-").lower()
+    names = (f"{stem}{end}.png" for end in ("", *(f"-{number}" for number in range(2, len(taken) + 3))))
+    return next(name for name in names if name not in taken)
 
 
 # --- runs ---------------------------------------------------------------------------------------------------

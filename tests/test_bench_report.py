@@ -338,6 +338,16 @@ def test_many_types_have_a_plot_each():
     assert len({plot.file for plot in drawn}) == 4
 
 
+def test_no_picture_takes_the_name_of_another():
+    one = {**PEERS, "rows": PEERS["rows"][:1]}
+    drawn = plots([], [("A b", one), ("a-b", one), ("a b", one)], None)
+    assert [plot.file for plot in drawn] == [
+        f"a-b-all_reduce-2-ranks-quiet{end}.png" for end in ("", "-2", "-3")
+    ]
+    titled = plots([("a", run_of((8, 1.0, 1.0))), ("b", run_of((8, 1.0, 1.0), name="P"))], [], None)
+    assert len({plot.file for plot in titled}) == 4
+
+
 # --- tables --------------------------------------------------------------------------------------------------
 
 
