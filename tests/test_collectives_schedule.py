@@ -174,8 +174,9 @@ def test_an_unknown_algorithm_or_collective_is_refused_by_name() -> None:
         generate("rign", 4)
     with pytest.raises(ValueError, match="no collective 'allreduce'"):
         generate("ring", 4, collective="allreduce")
-    with pytest.raises(ValueError, match="0 ranks; take 1 or more"):
-        generate("ring", 0)
+    for n in (0, -1, 2.0, True, "4", None, 65537, 10**9):
+        with pytest.raises(ValueError, match=f"ring: {n!r} ranks; take 1 or more, and 65536 at most"):
+            generate("ring", n)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="root 3 is not one of 3 ranks"):
         Schedule.from_steps("x", "reduce", [[], [], []], root=3)
     with pytest.raises(ValueError, match="different numbers of chunks"):

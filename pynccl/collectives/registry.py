@@ -18,6 +18,7 @@ from pynccl.collectives import (
     swing,
     tree,
 )
+from pynccl.collectives.form import MOST_RANKS, said
 from pynccl.collectives.schedule import COLLECTIVES, Schedule
 
 __all__ = ["ALGORITHMS", "Row", "algorithms", "generate"]
@@ -180,8 +181,8 @@ def generate(name: str, n: int, *, collective: str = "all_reduce", **params: Any
     known = algorithms(collective)
     if name not in known:
         raise ValueError(f"{collective} has no algorithm {name!r}; it has {', '.join(known)}")
-    if n < 1:
-        raise ValueError(f"{collective} {name}: {n} ranks; take 1 or more")
+    if not _whole(n) or not 1 <= n <= MOST_RANKS:
+        raise ValueError(f"{collective} {name}: {said(n)} ranks; take 1 or more, and {MOST_RANKS} at most")
     row = ALGORITHMS[collective, name]
     _check_params(row, params)
     if not 0 <= params.get("root", 0) < n:
