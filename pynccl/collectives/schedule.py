@@ -68,8 +68,8 @@ class Schedule:
     `in_place` claims that the schedule is right also when IN and OUT overlap as NCCL allows. `verify` holds
     the schedule to both claims. `params` are the generator's own, and such as JSON can say.
 
-    ValueError for a field of another type or out of range. All buffers of all ranks have 2**26 chunks at most
-    (`form.MOST_CHUNKS`), and there are 65536 ranks at most.
+    ValueError for a field of another type or out of range. There are 65536 ranks at most, and the buffers of
+    a rank have 2**26 chunks (`form.MOST_CHUNKS`).
     """
 
     name: str

@@ -18,6 +18,7 @@ import numpy as np
 from pynccl.collectives import symbols
 from pynccl.collectives.fault import Fault
 from pynccl.collectives.flow import flow, is_live
+from pynccl.collectives.form import MOST_CHUNKS
 from pynccl.collectives.schedule import COLLECTIVES, Array, Buffer, Schedule
 
 __all__ = ["SLOTS", "Fault", "Proof", "find_fault", "verify"]
@@ -66,10 +67,11 @@ def verify(schedule: Schedule, *, slots: Iterable[int] = SLOTS) -> Proof:
 
     `slots`: the numbers of messages that a connection can hold with which it must not stop (0: rendezvous).
     Takes time and memory in proportion to the number of chunks moved; for reductions memory of n bits for
-    each.
+    each. ValueError for a schedule that is too large for it.
     """
     slots = tuple(slots)
     graph = flow(schedule)
+    _refuse_too_large(schedule)
     for k in sorted(set(slots), reverse=True):  # the laxest first: it has the shortest cause
         is_live(schedule, graph, k)
     program = symbols.Program(schedule, graph)
@@ -96,6 +98,18 @@ def find_fault(schedule: Schedule, *, slots: Iterable[int] = SLOTS) -> Fault | N
     except Fault as fault:
         return fault
     return None
+
+
+def _refuse_too_large(schedule: Schedule) -> None:
+    """A few steps can move more chunks than memory can follow."""
+    chunks = schedule.n * sum(schedule.chunks(buffer) for buffer in Buffer)
+    moved = int(schedule.columns["chunks"].sum(dtype=np.int64))
+    most = MOST_CHUNKS + len(schedule)
+    if max(chunks, moved) > most:
+        raise ValueError(
+            f"verify: {schedule!r} has {chunks} chunks in its buffers and moves {moved}, and {most} of each are "
+            "followed at most; verify it for fewer ranks or parts"
+        )
 
 
 def _check_result(schedule: Schedule, program: symbols.Program, *, in_place: bool) -> tuple[bool, bool]:
