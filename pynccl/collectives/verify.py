@@ -107,8 +107,8 @@ def _refuse_too_large(schedule: Schedule) -> None:
     most = MOST_CHUNKS + len(schedule)
     if max(chunks, moved) > most:
         raise ValueError(
-            f"verify: {schedule!r} has {chunks} chunks in its buffers and moves {moved}, and {most} of each are "
-            "followed at most; verify it for fewer ranks or parts"
+            f"verify: {schedule!r} has {chunks} chunks in its buffers and moves {moved}, and {most} of each "
+            "are followed at most; verify it for fewer ranks or parts"
         )
 
 
