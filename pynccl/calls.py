@@ -241,17 +241,14 @@ class Collectives(Core):
         if what is None:
             raise ValueError(f"prepare: {call!r} is not a collective; use one of {', '.join(OPERATIONS)}")
         self._check_open(f"prepare({call!r})")
+        if self._selection is not None and algorithm is None and not self.on_gpu:
+            algorithm = self._selected(call, x, out, op)  # on a GPU it could not be called in a group
         if _is_schedule(algorithm):
             from .collectives.dispatch import prepare_algorithm
 
             at = root if what.rooted else None
             return prepare_algorithm(self, call, x, out, op, at, stream, algorithm)
         planned = self._plan(what, x, out, op, root)
-        if self._chooses(op, algorithm) and not self.on_gpu:  # there it could not be called in a group
-            selected = self._selected(what, planned)
-            if selected is not None:
-                into = planned.result if out is None and planned.result is not None else out
-                return self.prepare(call, x, out=into, op=op, root=root, stream=stream, algorithm=selected)
         function, arguments = self._call(what, planned, root if what.rooted else None, algorithm)
         queue, handle, hold = self._where(what.name, stream, planned)
         prepared = Prepared(self, what, function, (*arguments, handle), planned, queue, hold)
@@ -273,30 +270,22 @@ class Collectives(Core):
         self, what: Operation, x: Any, out: Any, op: Any, root: int | None, stream: Any, algorithm: Any
     ) -> Any:
         self._check_open(what.name)
+        if self._selection is not None and algorithm is None:
+            algorithm = self._selected(what.name, x, out, op)
         if _is_schedule(algorithm):
             from .collectives.dispatch import run_algorithm  # only those who use schedules pay for them
 
             return run_algorithm(self, what.name, x, out, op, root, stream, algorithm)
         planned = self._plan(what, x, out, op, root)
-        if self._chooses(op, algorithm):
-            selected = self._selected(what, planned)
-            if selected is not None:
-                # What was allocated is used; the checks are made again, for they are the schedule's own.
-                into = planned.result if out is None and planned.result is not None else out
-                return self._run(what, x, into, op, root, stream, selected)
         function, arguments = self._call(what, planned, root, algorithm)
         self._issue(f"{what.name} ({function})", function, arguments, stream, planned)
         return planned.result
 
-    def _chooses(self, op: Any, algorithm: Any) -> bool:
-        """Whether the communicator's table is asked for a call."""
-        return self._selection is not None and algorithm is None and not isinstance(op, PreMulSum)
-
-    def _selected(self, what: Operation, planned: Plan) -> str | None:
-        """The schedule that the communicator's table has for a call of this size; None: the library's own."""
-        if self.on_gpu and current.group is not None:
-            return None  # there a schedule is a sequence of groups
-        return self._selection.choose(what.name, max(buffer.nbytes for buffer in planned.buffers))
+    def _selected(self, call: str, x: Any, out: Any, op: Any) -> str | None:
+        """The schedule that the communicator's table has for a call on these; None: the library's own."""
+        if isinstance(op, PreMulSum) or (self.on_gpu and current.group is not None):
+            return None  # which a schedule cannot be in: it is a sequence of groups
+        return self._selection.choose_for(call, x, out, self.size)
 
     def _message(self, call: str, function: str, x: Any, peer: int, stream: Any, *, writes: bool) -> Any:
         self._check_open(call)
