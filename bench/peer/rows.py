@@ -1,7 +1,7 @@
 """What is made of the times: a row a case, load and kind of buffers, and the file of a run.
 
-The file is `{"version": 1, "machine", "load", "loads", "sides": {name: version}, "failures": {side: text},
-"rows": [...]}`, and a row has
+The file is `{"version": 1, "when", "machine", "load", "loads", "sides": {name: version},
+"failures": {side: text}, "rows": [...]}`, and a row has
 
     op, ranks, bytes, buffers (plain, mapped or prepared), load (quiet or one busy core), rounds
     ours_us, openmpi_us, mpich_us, gloo_us, roofline_us: medians over the rounds of the mean per call of the
@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def document(outcome: Outcome, cores: int) -> dict[str, Any]:
     loads = [load for load in LOADS if any(row["load"] == load for row in made)]
     return {
         "version": VERSION,
+        "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": machine(),
         "load": ", ".join(loads),
         "loads": loads,
