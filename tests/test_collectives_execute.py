@@ -80,7 +80,13 @@ def test_the_comparison_sees_a_schedule_that_is_wrong() -> None:
 @pytest.mark.parametrize("name", ["ring", "tree", "halving_doubling", "one_shot", "hierarchical"])
 @pytest.mark.parametrize("where", ["plain", "shared", "mixed"])
 @pytest.mark.parametrize("n", [2, 4])  # slabs of shared arrays are short where each rank has a core
-def test_long_arrays_go_in_slabs(n: int, name: str, where: str) -> None:
+@pytest.mark.parametrize("streaming", [None, "0"], ids=["cached", "streamed"])
+def test_long_arrays_go_in_slabs(
+    n: int, name: str, where: str, streaming: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if streaming is not None:
+        monkeypatch.setenv("PYNCCL_STREAMING_BYTES", streaming)
+
     def rank(comm: Any) -> None:
         shared = where == "shared" or (where == "mixed" and comm.rank == 1)
         make = comm.empty if shared else np.empty

@@ -142,6 +142,7 @@ struct rank_lines { /* what one rank alone writes */
   _Atomic uint64_t entered; /* collectives entered, ever (for messages) */
   _Atomic uint64_t doing;   /* kind + 1 in the low 32 bits, awaited rank + 1 in the high 32: what a slow wait waits for (for messages) */
   _Atomic uint64_t refused; /* tag of the last derived communicator or window that this rank failed to make */
+  _Atomic int core;         /* where it last began to wait */
   pid_t pid;
 };
 

@@ -122,6 +122,7 @@ static ncclResult_t attach(struct ncclComm *comm, int fd, const struct hello *he
   }
   struct rank_lines *mine = lines_of(comm, comm->rank);
   mine->pid = getpid();
+  atomic_store(&mine->core, -1);
   mine->segment_fd = comm->segment->fd;
   atomic_store(&mine->heap_fd, -1);
   atomic_store(&mine->life, LIFE_JOINED);

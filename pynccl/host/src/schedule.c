@@ -14,6 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "copy.h"
 #include "host.h"
 
 #define SLAB_BYTES ((size_t)1 << 20) /* of a rank's IN and OUT together: four ranks' slabs fit into the smallest last-level caches */
@@ -35,6 +36,7 @@ struct schedule_run {
   const pyncclSchedule_t *of;
   struct place mine[BUFFERS]; /* where this rank computes */
   bool staged[2];             /* IN, OUT: peers read a copy */
+  bool far;                   /* copies go past the caches, which a slab of all ranks fills */
   size_t slab, slabs, elements; /* elements of a block in a slab; in this one */
   size_t in_at, out_at, scratch_at, turn; /* in each rank's staging memory, bytes */
   uint64_t at, taken;         /* slabs done; messages known to be taken, ever in this operation */
@@ -42,6 +44,12 @@ struct schedule_run {
   enum stage stage;
   unsigned char done[]; /* the round's receives; then, aligned, APART */
 };
+
+static void copy_plainly(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); }
+
+static size_t most_blocks(const pyncclSchedule_t *schedule) {
+  return (size_t)(schedule->in_blocks > schedule->out_blocks ? schedule->in_blocks : schedule->out_blocks);
+}
 
 static size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
@@ -129,7 +137,7 @@ static bool plan_slabs(struct op *op, struct schedule_run *run) {
     out = out || needs_staging(op, rank, OUT);
     crowded = crowded || post_at(op, rank)->payload[0] != 0;
   }
-  const size_t most = (size_t)(schedule->in_blocks > schedule->out_blocks ? schedule->in_blocks : schedule->out_blocks);
+  const size_t most = most_blocks(schedule);
   const size_t blocks = (in ? (size_t)schedule->in_blocks : 0) + (out ? (size_t)schedule->out_blocks : 0) + scratch;
   run->turn = STAGE_SLOTS / 2 * comm->layout.chunk;
   size_t slab = (crowded ? LONG_SLAB_BYTES : SLAB_BYTES) / 2 / most / op->element;
@@ -159,6 +167,7 @@ ncclResult_t schedule_begin(struct op *op) {
   if (run == NULL) return fail(op->comm, ncclSystemError, "schedule \"%s\": out of memory", schedule->name);
   *run = plan;
   for (int buffer = IN; buffer <= OUT; buffer++) run->staged[buffer] = needs_staging(op, op->comm->rank, buffer);
+  run->far = 2 * (size_t)op->comm->nranks * most_blocks(schedule) * run->slab * op->element > streaming_threshold();
   run->mine[IN] = plain(op, op->send, run->slab); /* never written: its copy is for peers */
   run->mine[OUT] = run->staged[OUT] ? in_staging(op, run, op->comm->rank, run->out_at) : plain(op, op->recv, run->slab);
   run->mine[SCRATCH] = in_staging(op, run, op->comm->rank, run->scratch_at);
@@ -174,6 +183,7 @@ static uint64_t ticks_at(const struct op *op, int rounds) {
 }
 
 static void tick(const struct op *op, uint64_t ticks) {
+  copy_fence();
   atomic_store_explicit(&lines_of(op->comm, op->comm->rank)->ticks, ticks, memory_order_release);
 }
 
@@ -221,7 +231,7 @@ static void step_on(const struct op *op, const pyncclScheduleStep_t *step, const
   if (step->reduces)
     combine(op, to, own(op, step->src_buffer, step->src_chunk, first), from, step->left, length);
   else if (to != from)
-    memcpy(to, from, length);
+    (op->run->far ? copy_streaming : copy_plainly)(to, from, length);
 }
 
 /* Take a message, or a piece of it. */
@@ -385,7 +395,7 @@ ncclResult_t pyncclRunSchedule(const pyncclSchedule_t *schedule, const void *sen
   }
   struct op op = {.kind = SCHEDULE, .dtype = dtype, .redop = (enum reduce_op)redop, .root = (int)(unsigned)schedule->fingerprint, .comm = comm,
                   .stream = stream, .send = send, .recv = recv, .count = count, .element = dtype_size((int)dtype), .schedule = schedule};
-  const size_t most = (size_t)(schedule->in_blocks > schedule->out_blocks ? schedule->in_blocks : schedule->out_blocks);
+  const size_t most = most_blocks(schedule);
   if (op.element == 0)
     code = fail(comm, ncclInvalidArgument, "pyncclRunSchedule: unknown datatype %d", (int)dtype);
   else if ((int)redop < 0 || redop >= ncclNumOps)

@@ -17,6 +17,7 @@
 /* Why not a futex: a publisher would have to fence and look at a "sleeping" word of each peer after every store (20 ns and more on the
  * fast path). A sleeper that has already waited SLEEP_AFTER loses at most SLEEP more: a few per cent of what it waited. */
 #define SPINS 3000           /* pauses: about 40 us here */
+#define SPINS_ON_ONE_CORE 32 /* before a look at who shares this core */
 #define SLEEP_AFTER 2e-3     /* seconds of yielding before the first sleep */
 #define SLEEP_NANOSECONDS 50000
 #define LOOK_EVERY 1e-3      /* seconds between looks at deadline, abort and failure words */
@@ -206,21 +207,40 @@ static enum progress advance(struct op *op) {
 
 struct patience { /* how long this wait has gone without progress */
   unsigned rounds;
+  bool on_one_core; /* with a rank that is waited for: only when this one yields can that one go on */
   double start, looked, asked, interrupt;
 };
 
+/* Does a rank that is waited for run on this core, as far as is known? Beside other processes two ranks may share one for long though
+ * there are as many cores as ranks; those that spin then take turns by the system's slice, milliseconds each. */
+static bool awaited_are_here(struct op *const *ops, int n) {
+  const int here = sched_getcpu();
+  bool shared = false;
+  for (int i = 0; i < n; i++) {
+    const struct op *op = ops[i];
+    if (op->phase == COMPLETE || op->awaited < 0) continue;
+    atomic_store_explicit(&lines_of(op->comm, op->comm->rank)->core, here, memory_order_relaxed);
+    shared = shared || atomic_load_explicit(&lines_of(op->comm, op->awaited)->core, memory_order_relaxed) == here;
+  }
+  return shared && here >= 0;
+}
+
 /* A round without progress. False: time to look() at the operations. */
-static bool be_patient(struct patience *patience, bool spin) {
+static bool be_patient(struct patience *patience, struct op *const *ops, int n, bool spin) {
+  spin = spin && !patience->on_one_core;
   if (patience->rounds++ < (spin ? SPINS : 0)) {
     relax();
+    if (patience->rounds == SPINS_ON_ONE_CORE) patience->on_one_core = awaited_are_here(ops, n);
     return true;
   }
   const double time = now();
   if (patience->start == 0) patience->start = patience->looked = patience->asked = patience->interrupt = time;
-  if (time - patience->start < SLEEP_AFTER)
-    sched_yield();
-  else
+  if (time - patience->start >= SLEEP_AFTER)
     nanosleep(&(struct timespec){.tv_nsec = SLEEP_NANOSECONDS}, NULL);
+  else if (spin)
+    relax();
+  else
+    sched_yield();
   return time - patience->looked < LOOK_EVERY;
 }
 
@@ -263,7 +283,7 @@ ncclResult_t run(struct op **ops, int n, bool interruptible) {
       patience = (struct patience){0};
       continue;
     }
-    if (be_patient(&patience, spin)) continue;
+    if (be_patient(&patience, ops, n, spin)) continue;
     const double time = now();
     const bool ask_kernel = time - patience.asked >= LIVENESS_EVERY;
     const bool stop = interruptible && time - patience.interrupt >= INTERRUPT_EVERY && interrupted();
