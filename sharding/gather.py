@@ -86,12 +86,17 @@ class Gatherer:
         from_part = unit.part if model.phase == "BACKWARD" else None
         comm = model.mesh.gather if from_part is None else model.mesh.parts
         sources = [shard.source for shard in unit.shards] if from_part is None else from_part
-        for shard, source, full in zip(unit.shards, sources, weights.gathered, strict=True):
-            if full.size:
-                with model.events.timed("all_gather", unit.name, self._stream, "gather stream"):
-                    on = model.runtime.on(self._stream)
-                    sent = model.transport.call("all_gather", comm, shard.key, source, out=full, **on)
-                model.counters.count("all_gather", sent)
+        try:
+            for shard, source, full in zip(unit.shards, sources, weights.gathered, strict=True):
+                if full.size:
+                    with model.events.timed("all_gather", unit.name, self._stream, "gather stream"):
+                        on = model.runtime.on(self._stream)
+                        sent = model.transport.call("all_gather", comm, shard.key, source, out=full, **on)
+                    model.counters.count("all_gather", sent)
+        except Exception:
+            with naming("gathering weights"):  # what failed before on the stream may be the reason
+                model.runtime.wait(model.runtime.mark(self._stream))
+            raise
         weights.mark = model.runtime.mark(self._stream, comm)
 
     def ready(self, unit: Unit) -> None:

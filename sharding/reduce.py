@@ -165,10 +165,19 @@ class Reducer:
     def _reduce(self, what: str, comm: Any, shard: Shard, gradient: Any, **out: Any) -> None:
         """One collective on the stream, counted."""
         model = self.model
-        with model.events.timed(what, shard.unit, self._stream, "reduce stream"):
-            on = model.runtime.on(self._stream)
-            sent = model.transport.call(what, comm, shard.key, gradient, op=model.reduce_op, **out, **on)
+        try:
+            with model.events.timed(what, shard.unit, self._stream, "reduce stream"):
+                on = model.runtime.on(self._stream)
+                sent = model.transport.call(what, comm, shard.key, gradient, op=model.reduce_op, **out, **on)
+        except Exception:
+            self.drain()  # what failed before on the stream may be the reason: of another unit, or of this one
+            with naming(self._doing(shard.unit)):
+                model.runtime.wait(model.runtime.mark(self._stream))
+            raise
         model.counters.count(what, sent)
+
+    def _doing(self, unit: str) -> str:
+        return f"reducing the gradients of unit {unit!r} ({self.model.phase.lower()})"
 
     def _reduce_scatter(self, unit: Unit, whole: list[Any], slot: Slot) -> None:
         """Into the shard's gradient if nothing is there yet, else in place, to be added on arrival."""
@@ -196,7 +205,7 @@ class Reducer:
 
     def _retire(self, pending: _Pending) -> None:
         start = self.model.now()
-        with naming(f"reducing the gradients of unit {pending.unit.name!r} ({self.model.phase.lower()})"):
+        with naming(self._doing(pending.unit.name)):
             self.model.runtime.wait(pending.mark)
         for shard, part in pending.sums:
             shard.grad += part
