@@ -170,7 +170,7 @@ class Reducer:
                 on = model.runtime.on(self._stream)
                 sent = model.transport.call(what, comm, shard.key, gradient, op=model.reduce_op, **out, **on)
         except Exception:
-            self.drain()  # what failed before on the stream may be the reason: of another unit, or of this one
+            self.drain()  # what failed before on the stream, of another unit or of this one, is the reason
             with naming(self._doing(shard.unit)):
                 model.runtime.wait(model.runtime.mark(self._stream))
             raise
