@@ -19,6 +19,9 @@
 #define SPINS 3000           /* pauses: about 40 us here */
 #define SPINS_ON_ONE_CORE 32 /* before a look at who shares this core */
 #define SLEEP_AFTER 2e-3     /* seconds of yielding before the first sleep */
+/* A core that sleeps is given what waits on another: the very rank that is waited for, when that one shares its core with another process.
+ * Then both share this one. So a rank with a core to itself outlasts some slices of the scheduler, 3 ms each, before it sleeps. */
+#define SLEEP_AFTER_SPINNING 20e-3
 #define SLEEP_NANOSECONDS 50000
 #define LOOK_EVERY 1e-3      /* seconds between looks at deadline, abort and failure words */
 #define LIVENESS_EVERY 20e-3 /* seconds between system calls that ask whether a peer lives */
@@ -235,7 +238,7 @@ static bool be_patient(struct patience *patience, struct op *const *ops, int n, 
   }
   const double time = now();
   if (patience->start == 0) patience->start = patience->looked = patience->asked = patience->interrupt = time;
-  if (time - patience->start >= SLEEP_AFTER)
+  if (time - patience->start >= (spin ? SLEEP_AFTER_SPINNING : SLEEP_AFTER))
     nanosleep(&(struct timespec){.tv_nsec = SLEEP_NANOSECONDS}, NULL);
   else if (spin)
     relax();
