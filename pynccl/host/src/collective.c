@@ -100,23 +100,31 @@ static void reduce_from(const struct op *op, char *to, const char *const *source
   reduce_block(to, (const void *const *)sources, scaled ? scalars : NULL, op->comm->nranks, length / op->element, (int)op->dtype, op->redop);
 }
 
+/* Do the buffers of all ranks fill the caches? Then results that were not there before go past them. */
+bool fills_caches(const struct op *op) {
+  const bool whole = op->kind == ALL_REDUCE || op->kind == REDUCE || op->kind == BROADCAST; /* bytes are all, not a block */
+  const size_t n = (size_t)op->comm->nranks;
+  return 2 * n * (whole ? op->bytes : n * op->bytes) > streaming_threshold();
+}
+
 void take(const struct op *op, const char *const *sources, size_t stride, size_t offset, size_t length) {
   const struct kind_info *kind = &kinds[op->kind];
   const int me = op->comm->rank, n = op->comm->nranks;
   const size_t mine = kind->blocks ? (size_t)me * stride : 0;
   if (!receives(op)) return;
   const char *own = contributes(op) ? (const char *)op->send + offset + (kind->blocks ? (size_t)me * op->bytes : 0) : NULL;
-  char *to = (char *)op->recv + offset;
+  const struct target to = {(char *)op->recv + offset, fills_caches(op) && (op->send != op->recv || kind->from_root)};
   if (kind->reduces) {
     const char *inputs[MAX_RANKS];
     for (int rank = 0; rank < n; rank++) inputs[rank] = rank == me ? own : sources[rank] + mine;
-    reduce_from(op, to, inputs, length);
+    deliver(op, &to, 1, inputs, length);
   } else if (kind->from_root) {
-    move(to, op->root == me ? own : sources[op->root] + mine, length);
+    copy_to(to, op->root == me ? own : sources[op->root] + mine, length);
   } else {
     for (int i = 0, rank = me; i < n; i++, rank = rank + 1 == n ? 0 : rank + 1)
-      move(to + (size_t)rank * op->bytes, rank == me ? own : sources[rank] + mine, length);
+      copy_to((struct target){to.to + (size_t)rank * op->bytes, to.far}, rank == me ? own : sources[rank] + mine, length);
   }
+  if (to.far) copy_fence();
 }
 
 static void announce(struct op *op) {

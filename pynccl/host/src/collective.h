@@ -26,6 +26,7 @@ static inline void move(void *to, const void *from, size_t bytes) {
 
 /* What I need of bytes [offset, offset + length) of each block, out of the exposures sources[] whose blocks lie `stride` bytes apart. */
 void take(const struct op *op, const char *const *sources, size_t stride, size_t offset, size_t length);
+bool fills_caches(const struct op *op);
 void copy_to(struct target target, const char *from, size_t bytes);
 /* The sources, reduced in rank order, to all targets; a target that is near comes first, and may be a source. */
 void deliver(const struct op *op, const struct target *targets, int n, const char *const *sources, size_t bytes);

@@ -25,13 +25,6 @@ enum path mapped_path(const struct op *op) {
   return sent && !adds ? PATH_PULL : PATH_STAGED;
 }
 
-/* Do the buffers of all ranks fill the caches? Then results that were not there before go past them. */
-static bool fills_caches(const struct op *op) {
-  const bool whole = op->kind == ALL_REDUCE || op->kind == REDUCE || op->kind == BROADCAST; /* bytes are all, not a block */
-  const size_t n = (size_t)op->comm->nranks;
-  return 2 * n * (whole ? op->bytes : n * op->bytes) > streaming_threshold();
-}
-
 /* What this rank pushes, from where and to whom. */
 struct push {
   size_t start, end;                /* bytes of the sources, and of the targets */

@@ -89,10 +89,11 @@ static size_t take_chunk(const struct op *op, const char *const *slots, size_t o
     take(op, slots, length, offset, length);
     return kinds[op->kind].from_root ? (op->root == comm->rank ? 0 : length) : others * length;
   }
+  const bool far = fills_caches(op) && op->send != op->recv;
   size_t taken = 0;
   for (int rank = next_rank(comm, comm->rank); rank != comm->rank; rank = next_rank(comm, rank)) {
     const size_t start = slice_start(op, count, rank) * op->element, end = slice_start(op, count, rank + 1) * op->element;
-    move((char *)op->recv + offset + start, slots[rank] + start, end - start);
+    copy_to((struct target){(char *)op->recv + offset + start, far}, slots[rank] + start, end - start);
     taken += end - start;
   }
   return taken;
@@ -120,9 +121,10 @@ void staged_do(const struct op *op) {
   }
   /* My slice of the chunk, over all: to my own result, and to my slot for those who want it too. */
   const size_t start = slice_start(op, count, comm->rank) * op->element, end = slice_start(op, count, comm->rank + 1) * op->element;
-  const struct target mine = {(char *)op->recv + offset + start, false};
+  const struct target mine = {(char *)op->recv + offset + start, fills_caches(op) && op->send != op->recv};
   const struct target theirs = {(char *)slots[comm->rank] + start, !probe && somebody_reads_slowly(comm)};
-  const struct target targets[] = {receives(op) ? mine : theirs, theirs};
+  const bool both = receives(op) && op->kind == ALL_REDUCE;
+  const struct target targets[] = {both && mine.far ? theirs : receives(op) ? mine : theirs, both && mine.far ? mine : theirs};
   for (int rank = 0; rank < comm->nranks; rank++) slots[rank] = rank == comm->rank ? (const char *)op->send + offset + start : slots[rank] + start;
-  deliver(op, targets, receives(op) && op->kind == ALL_REDUCE ? 2 : 1, slots, end - start);
+  deliver(op, targets, both ? 2 : 1, slots, end - start);
 }
