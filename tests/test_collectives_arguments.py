@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 import pynccl
 from pynccl.abi.types import RedOp
-from pynccl.collectives import ADASUM, compile, generate
+from pynccl.collectives import ADASUM, ALGORITHMS, compile, generate
+from pynccl.collectives.registry import Row
 from pynccl.operations import OPERATIONS
 from pynccl.testing import run_ranks
 
@@ -129,3 +131,32 @@ def test_a_reduction_that_nccl_lacks_names_one_that_works(
     with pytest.raises(pynccl.InvalidArgumentError, match=words):
         alone.all_reduce(np.ones(2, dtype), op=op)
     assert alone.all_reduce(np.ones(2, dtype), op=ufunc, algorithm="pynccl:ring").tolist() == [1, 1]
+
+
+def chain(n, *, chunks=2, root=0):
+    """A generator as a user may write it, with no types."""
+    return generate("ring", n, collective="broadcast", chunks=chunks, root=root)
+
+
+@pytest.mark.parametrize("annotation", [int, "int", int | None, "int | None"], ids=repr)
+def test_a_row_of_ones_own_takes_its_parameters_however_they_are_annotated(
+    monkeypatch: pytest.MonkeyPatch, annotation: Any
+) -> None:
+    monkeypatch.setitem(ALGORITHMS, ("broadcast", "mine"), Row("broadcast", "mine", chain, "", ""))
+    mine = functools.partial(generate, "mine", 3, collective="broadcast")
+    assert mine(root=2, chunks=4).root == 2
+    for root in (3, "x"):
+        with pytest.raises(ValueError, match=f"root {root} is not one of 3 ranks; take 0 to 2"):
+            mine(root=root)
+    monkeypatch.setitem(chain.__annotations__, "chunks", annotation)
+    assert mine(chunks=4).parts == 4
+    with pytest.raises(ValueError, match=r"chunks='x'; it has chunks \(int.*, otherwise 2\), root \(any"):
+        mine(chunks="x")
+
+
+def test_a_row_of_ones_own_runs_by_name() -> None:
+    def rank(comm: pynccl.Communicator) -> list[float]:
+        ALGORITHMS["broadcast", "mine"] = Row("broadcast", "mine", chain, "", "")
+        return comm.broadcast(np.full(2, comm.rank + 1.0), 1, algorithm="pynccl:mine").tolist()
+
+    assert run_ranks(2, rank, library="host") == [[2, 2], [2, 2]]

@@ -185,32 +185,42 @@ def generate(name: str, n: int, *, collective: str = "all_reduce", **params: Any
         raise ValueError(f"{collective} {name}: {said(n)} ranks; take 1 or more, and {MOST_RANKS} at most")
     row = ALGORITHMS[collective, name]
     _check_params(row, params)
-    if not 0 <= params.get("root", 0) < n:
-        raise ValueError(
-            f"{collective} {name}: root {params['root']} is not one of {n} ranks; take 0 to {n - 1}"
-        )
+    root = params.get("root", 0)
+    if not _whole(root) or not 0 <= root < n:
+        raise ValueError(f"{collective} {name}: root {root} is not one of {n} ranks; take 0 to {n - 1}")
     return row.generator(n, **params)
 
 
 def _check_params(row: Row, params: dict[str, Any]) -> None:
     """ValueError unless the row's generator takes these parameters, as far as their types say."""
     known = dict(list(inspect.signature(row.generator).parameters.items())[1:])
-    takes = ", ".join(f"{p.name} ({p.annotation}, otherwise {p.default})" for p in known.values())
+    takes = ", ".join(f"{p.name} ({_type(p)}, otherwise {p.default})" for p in known.values())
     for name, value in params.items():
         if name not in known:
             raise ValueError(
                 f"{row.collective} {row.name} has no parameter {name!r}; it has {takes or 'no parameters'}"
             )
-        types = str(known[name].annotation).split(" | ")
-        if not any(_TYPES[each](value) for each in types):
+        types = _type(known[name]).split(" | ")
+        if all(each in _TYPES and not _TYPES[each](value) for each in types):
             raise ValueError(f"{row.collective} {row.name}: {name}={value!r}; it has {takes}")
+
+
+def _type(parameter: inspect.Parameter) -> str:
+    """What a parameter is annotated with, as it is written; "any" if it is not, and then nothing is checked.
+
+    Annotations are text only where a file says ``from __future__ import annotations``.
+    """
+    annotation = parameter.annotation
+    if annotation is inspect.Parameter.empty:
+        return "any"
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
 
 
 def _whole(value: Any) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
-# What the annotations of generators' parameters stand for.
+# What the annotations of generators' parameters stand for; what is annotated otherwise may be anything.
 _TYPES: dict[str, Callable[[Any], bool]] = {
     "int": _whole,
     "None": lambda value: value is None,
