@@ -10,6 +10,8 @@ import pytest
 
 import pynccl
 from pynccl.collectives import Kind, Schedule, algorithms, compile, generate, run
+from pynccl.collectives.codecs import Integers
+from pynccl.collectives.compressed import Compressor
 from pynccl.collectives.rounds import rounds
 from pynccl.testing import run_ranks
 
@@ -135,6 +137,32 @@ def test_what_a_function_raises_on_a_stream_is_raised_by_synchronize_and_nothing
             assert right[0] and error == "FloatingPointError: not like this"
         else:
             assert error.startswith("RemoteError") and f"rank {first} has" in error
+
+
+def test_until_synchronize_says_why_later_runs_of_the_stream_are_no_error() -> None:
+    def rank(comm: Any) -> None:
+        def picky(a: Any, b: Any) -> Any:
+            if comm.rank == 1 and a.max() > 0:
+                raise FloatingPointError("not like this")
+            return a + b
+
+        stream = pynccl.Stream(comm.library)
+        run(generate("ring", 2), comm, np.ones(6), op=picky, stream=stream)
+        if comm.rank == 1:
+            while not stream.query():
+                pass
+            run(generate("ring", 2), comm, np.ones(6), stream=stream)
+            Compressor(comm, Integers(8)).all_reduce(np.ones(6, "f4"), key="x", stream=stream)
+            with pytest.raises(FloatingPointError, match="not like this"):
+                stream.synchronize()
+            with pytest.raises(pynccl.InvalidUsageError, match="was revoked"):
+                run(generate("ring", 2), comm, np.ones(6), stream=stream)
+        else:
+            with pytest.raises(pynccl.RemoteError, match="rank 1 has"):
+                stream.synchronize()
+        stream.close()
+
+    run_ranks(2, rank, library="host", timeout=30)
 
 
 # --- a rank that was refused, and goes on -------------------------------------------------------------------

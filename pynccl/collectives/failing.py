@@ -19,6 +19,7 @@ from pynccl.abi.errors import NcclError, RemoteError
 __all__ = ["Queued", "ends_on_failure", "tag_of", "tagged"]
 
 _LEFT = "its communicator"  # what a peer has revoked, aborted or destroyed, in the library's words
+_SOUND = (Result.SUCCESS, Result.IN_PROGRESS)
 _SECONDS = 1e-3  # of the wait for this rank's own work; a stream's thread would wait for itself
 
 
@@ -32,18 +33,7 @@ def ends_on_failure(comm: Any, call: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _end(comm)
-        if isinstance(error, RemoteError) and _LEFT in error.args[0]:
-            error.args = (
-                f"{error.args[0]}; {call} ends with its communicator on every rank: an operation or codec "
-                "that raised on one of them is a usual reason, and that rank's own error says so",
-                *error.args[1:],
-            )
-        elif hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(
-                f"{call}: rank {comm.rank} could not go on, so the communicator is ended for all ranks; "
-                "make a new one"
-            )
+        _end_after(error, comm, call)
         raise
 
 
@@ -71,8 +61,8 @@ def tagged(library: Any, tag: int) -> Iterator[None]:
 class Queued:
     """Functions of a run on a host stream. After one that fails, the others are not called any more.
 
-    ``with queued:`` is around what makes the run's calls. Once a function has failed, the communicator
-    refuses them, which is no news: ``synchronize`` raises what the function raised.
+    ``with queued:`` is around what makes the run's calls. Once a function has failed, of this run or of one
+    before it, the communicator refuses them, which is no news: ``synchronize`` raises what the function did.
     """
 
     def __init__(self, comm: Any, call: str, stream: Any) -> None:
@@ -85,27 +75,43 @@ class Queued:
         def work() -> None:
             if self._failed:
                 return
-            with ends_on_failure(self._comm, self._call):
-                try:
-                    self._check_health()
-                    fn()
-                except BaseException:
-                    self._failed = True  # before the communicator begins to refuse
-                    raise
+            try:
+                self._check_health()
+                fn()
+            except BaseException as error:
+                self._failed = True
+                self._stream._flight.raised.append(error)  # before the communicator begins to refuse
+                _end_after(error, self._comm, self._call)
 
         self._stream.call(work)
 
     def _check_health(self) -> None:
         """What has come by a communicator that failed is void, and no function of a user's should see it."""
         state = self._comm._poll(self._call)
-        if state not in (Result.SUCCESS, Result.IN_PROGRESS):
+        if state not in _SOUND:
             self._comm._fail(state, self._call)
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        return self._failed and isinstance(error, NcclError)
+        return isinstance(error, NcclError) and (self._failed or self._stream.failed)
+
+
+def _end_after(error: BaseException, comm: Any, call: str) -> None:
+    """End ``comm``, and let ``error`` say so."""
+    _end(comm)
+    if isinstance(error, RemoteError) and _LEFT in error.args[0]:
+        error.args = (
+            f"{error.args[0]}; {call} ends with its communicator on every rank: an operation or codec "
+            "that raised on one of them is a usual reason, and that rank's own error says so",
+            *error.args[1:],
+        )
+    elif hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(
+            f"{call}: rank {comm.rank} could not go on, so the communicator is ended for all ranks; "
+            "make a new one"
+        )
 
 
 def _end(comm: Any) -> None:
@@ -115,6 +121,9 @@ def _end(comm: Any) -> None:
     if library.kind != "host":
         comm.abort()
         return
+    with contextlib.suppress(NcclError):
+        if comm._poll("") not in _SOUND:  # that ends it on every rank already, and says why
+            return
     # The state is set before the wait, whose outcome changes nothing; what is being raised says more than it.
     library.pyncclSetTimeout(handle, _SECONDS)
     library.ncclCommRevoke(handle, 0)

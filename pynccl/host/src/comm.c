@@ -82,7 +82,9 @@ ncclResult_t comm_check(struct ncclComm *comm, const char *call) {
   const bool aborted = atomic_load_explicit(&comm->abort, memory_order_acquire);
   if (aborted || atomic_load_explicit(&comm->revoked, memory_order_acquire))
     return fail(comm, ncclInvalidUsage, "%s: the communicator was %s", call, aborted ? "aborted" : "revoked");
-  return ncclSuccess;
+  if (atomic_load_explicit(&comm->head->failed, memory_order_acquire) == ncclSuccess) return ncclSuccess;
+  comm_broken(comm, ncclRemoteError, comm->head->text);
+  return fail(comm, ncclRemoteError, "%s: %s", call, comm->head->text);
 }
 
 struct ncclComm *comm_enter(ncclComm_t comm, const char *call, bool need_healthy, ncclResult_t *code) {

@@ -250,8 +250,8 @@ static inline struct signals *signals_of(const struct ncclComm *comm, int from, 
 
 struct ncclComm *comm_new(void); /* state ncclInProgress; NULL: out of memory */
 void comm_free(struct ncclComm *comm); /* what it holds; nobody may be inside any more */
-/* May an operation begin? An error, with its words, on a communicator that is being made, broken, aborted or revoked: what is queued there must
- * not run, for its input may be what an operation that failed left behind. Finalizing lets it run. */
+/* May an operation begin? An error, with its words, on a communicator that is being made, broken (on any rank), aborted or revoked: what is
+ * queued there must not run, for its input may be what an operation that failed left behind. Finalizing lets it run. */
 ncclResult_t comm_check(struct ncclComm *comm, const char *call);
 /* Checked entry: the communicator behind a handle, made by this process, not being made, not broken. NULL pointer: error recorded, *code set. */
 /* need_healthy: neither broken, revoked, finalized nor still being made. */
