@@ -57,6 +57,10 @@ VARIABLES = (
         "PYNCCL_STREAMING_BYTES",
         "bytes in use beyond which results in host memory go past the caches; unset: their size",
     ),
+    Variable(
+        "PYNCCL_DIRECT_BYTES",
+        "bytes from which ordinary arrays are read from the other process itself; unset: 4 MiB",
+    ),
     Variable("PYNCCL_SECRET", "shared secret by which the ranks recognise each other at init", secret=True),
     Variable("PYNCCL_SECRET_FILE", "file (mode 0600) that holds the shared secret"),
     Variable("PYNCCL_INSECURE", "1: serve other machines even with no secret"),

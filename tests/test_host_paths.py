@@ -6,6 +6,7 @@ Which path the host library takes is its own business; what arrives is not.
 from __future__ import annotations
 
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -79,17 +80,67 @@ def check_all(comm: pynccl.Communicator) -> int:
     return calls
 
 
+SETTINGS = {
+    "as measured": {},
+    "whatever is handed over goes past the caches": {"PYNCCL_STREAMING_BYTES": "0"},
+    "results go past the caches": {"PYNCCL_STREAMING_BYTES": "1"},
+    "what is only moved is read from the other process": {"PYNCCL_DIRECT_BYTES": "0"},
+    "both": {"PYNCCL_DIRECT_BYTES": "0", "PYNCCL_STREAMING_BYTES": "0"},
+}
+
+
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("streaming", [None, "0", "1"], ids=["cached", "always", "streamed results"])
-def test_every_mix_of_memory(size: int, streaming: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if streaming is not None:
-        monkeypatch.setenv("PYNCCL_STREAMING_BYTES", streaming)
-    assert run_ranks(size, check_all, timeout=120, library="host") == [8 * 3 * 5] * size
+@pytest.mark.parametrize("processes", [True, False], ids=["processes", "threads"])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_every_mix_of_memory(
+    size: int, processes: bool, settings: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in SETTINGS[settings].items():
+        monkeypatch.setenv(name, value)
+    made = run_ranks(size, check_all, timeout=120, library="host", processes=processes)
+    assert made == [8 * 3 * 5] * size
 
 
-def test_a_streaming_threshold_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYNCCL_STREAMING_BYTES", "32M")
-    with pytest.raises(
-        Exception, match='PYNCCL_STREAMING_BYTES is "32M"; it must be a whole number of bytes'
-    ):
+def large(comm: pynccl.Communicator) -> None:
+    """Past every threshold as it is, with bytes that no page or piece divides."""
+    count = (9 << 20) + 3
+    x = np.arange(count, dtype=np.uint8) if comm.rank == 1 else np.zeros(count, np.uint8)
+    comm.broadcast(x, root=1)
+    np.testing.assert_array_equal(x, np.arange(count, dtype=np.uint8))
+    gathered = np.zeros((comm.size, count), np.uint8)
+    gathered[comm.rank] = x + np.uint8(comm.rank)
+    comm.all_gather(gathered[comm.rank], out=gathered)
+    for rank in range(comm.size):
+        np.testing.assert_array_equal(gathered[rank], x + np.uint8(rank))
+    back = comm.all_to_all(gathered)
+    for rank in range(comm.size):
+        np.testing.assert_array_equal(back[rank], x + np.uint8(comm.rank))
+
+
+@pytest.mark.parametrize("direct", [None, str(1 << 40)], ids=["direct", "staged"])
+def test_large_ordinary_arrays(direct: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if direct is not None:
+        monkeypatch.setenv("PYNCCL_DIRECT_BYTES", direct)
+    run_ranks(3, large, timeout=60, library="host")
+
+
+def differently(comm: pynccl.Communicator) -> int:
+    x = np.full(1 << 20, comm.rank, np.uint8)
+    return int(comm.all_gather(x)[:: 1 << 20].sum())
+
+
+def test_ranks_that_were_told_different_thresholds_agree() -> None:
+    assert run_ranks(2, split_with_other_settings, timeout=60, library="host") == [1, 1]
+
+
+def split_with_other_settings(comm: pynccl.Communicator) -> int:
+    os.environ["PYNCCL_DIRECT_BYTES"] = "0" if comm.rank else str(1 << 40)
+    with comm.split(0) as child:
+        return differently(child)
+
+
+@pytest.mark.parametrize("name", ["PYNCCL_STREAMING_BYTES", "PYNCCL_DIRECT_BYTES"])
+def test_a_threshold_that_is_no_number_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "32M")
+    with pytest.raises(Exception, match=f'{name} is "32M"; it must be a whole number of bytes'):
         run_ranks(1, check_all, timeout=60, library="host")

@@ -1,4 +1,4 @@
-/* The eight collectives: one table and three paths.
+/* The eight collectives: one table and four paths.
  *
  * Every collective begins the same way: each rank publishes a post (what it calls, and how), then waits for the posts of all. So every
  * rank sees a disagreement before any data moves, all fail with the same words, and the communicator stays usable. The post of
@@ -7,6 +7,7 @@
  *   one-shot  contributions of at most ONE_SHOT_BYTES are written (inside the post's own line when tiny) before the post is published;
  *             then everybody takes what it needs. One synchronisation. The same argument makes two buffers a rank enough.
  *   mapped    the buffers lie in heaps that all ranks map (ncclMemAlloc): data moves once, straight from user memory to user memory.
+ *   direct    large plain memory that is only moved: the kernel copies it once, from process to process (direct.c).
  *   staged    plain memory: chunks travel through STAGE_SLOTS slots a rank, as a pipeline of stages (in, [reduce,] out).
  *
  * Staged and mapped operations are a fixed sequence of steps, the same on all ranks (some do nothing on some ranks). A rank's counter of
@@ -140,7 +141,10 @@ static void announce(struct op *op) {
     schedule_announce(op, post);
   } else if (bytes <= ONE_SHOT_BYTES) {
     expose(op, exposure_of(comm, comm->rank, op->ticket, bytes), 0, op->bytes);
-  } else if (comm->mappable && heap_descriptor() >= 0) {
+  } else {
+    post->send_address = (uintptr_t)op->send;
+  }
+  if (op->kind != SCHEDULE && bytes > ONE_SHOT_BYTES && comm->mappable && heap_descriptor() >= 0) {
     const size_t received = op->kind == ALL_GATHER || op->kind == GATHER || op->kind == ALL_TO_ALL ? op->bytes * comm->nranks : op->bytes;
     atomic_store_explicit(&lines->heap_fd, heap_descriptor(), memory_order_relaxed);
     if (contributes(op)) post->send_at = heap_offset(op->send, bytes);
@@ -226,7 +230,7 @@ static enum progress run_steps(struct op *op) {
     const uint64_t needs = op->path != PATH_STAGED ? op->step : staged_needs(op, &who);
     if (needs > 0 && !peers_reached(op, comm->ticks + needs, who)) return moved ? MOVED : WAITING;
     if (op->path != PATH_STAGED) {
-      const ncclResult_t code = mapped_step(op);
+      const ncclResult_t code = op->path == PATH_DIRECT ? direct_step(op) : mapped_step(op);
       if (code != ncclSuccess) {
         comm_break(comm, code, "%s: %s", kinds[op->kind].name, thread_error());
         return op_finish(op, code);
@@ -291,6 +295,7 @@ enum progress collective_progress(struct op *op) {
       return op_finish(op, ncclSuccess);
     }
     op->path = mapped_path(op);
+    if (op->path == PATH_STAGED && goes_direct(op)) op->path = PATH_DIRECT;
     if (op->path != PATH_STAGED)
       op->steps = 2;
     else

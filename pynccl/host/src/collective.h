@@ -1,4 +1,4 @@
-/* What the files of the eight collectives share: collective.c (posts, one-shot, the machine), mapped.c, staged.c. */
+/* What the files of the eight collectives share: collective.c (posts, one-shot, the machine), mapped.c, direct.c, staged.c. */
 #ifndef PYNCCL_COLLECTIVE_H
 #define PYNCCL_COLLECTIVE_H
 
@@ -34,6 +34,9 @@ size_t slice_start(const struct op *op, size_t count, int rank); /* the first of
 
 enum path mapped_path(const struct op *op); /* staged, where it cannot be mapped */
 ncclResult_t mapped_step(const struct op *op);
+
+bool goes_direct(const struct op *op); /* when it is not mapped */
+ncclResult_t direct_step(const struct op *op);
 
 void plan_staged(struct op *op);
 uint64_t staged_needs(const struct op *op, int *who); /* steps that peers (who: one, or NOBODY for all) must have completed before the current one */

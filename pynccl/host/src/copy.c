@@ -56,17 +56,11 @@ void copy_fence(void) {}
 
 static _Atomic size_t threshold = LAST_LEVEL_OTHERWISE;
 
-bool read_streaming_setting(void) {
-  const char *text = getenv("PYNCCL_STREAMING_BYTES");
+void set_streaming_threshold(size_t bytes) { atomic_store_explicit(&threshold, bytes, memory_order_relaxed); }
+
+size_t last_level_bytes(void) {
   const long cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
-  size_t bytes = cache > 0 ? (size_t)cache : LAST_LEVEL_OTHERWISE;
-  if (text != NULL && text[0] != 0) {
-    char *end;
-    bytes = (size_t)strtoull(text, &end, 10);
-    if (text[0] < '0' || text[0] > '9' || *end != 0) return false;
-  }
-  atomic_store_explicit(&threshold, bytes, memory_order_relaxed);
-  return true;
+  return cache > 0 ? (size_t)cache : LAST_LEVEL_OTHERWISE;
 }
 
 size_t streaming_threshold(void) { return atomic_load_explicit(&threshold, memory_order_relaxed); }

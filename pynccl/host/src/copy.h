@@ -18,6 +18,7 @@ void copy_fence(void);
 /* Bytes that the ranks of one machine may touch in a call before results go past the caches: PYNCCL_STREAMING_BYTES (0: always, and whatever
  * is handed to other cores, too), else the size of the last-level cache. */
 size_t streaming_threshold(void);
-bool read_streaming_setting(void); /* when a communicator is made; false: it is no number */
+void set_streaming_threshold(size_t bytes);
+size_t last_level_bytes(void);
 
 #endif

@@ -77,6 +77,7 @@ static void take_config(struct ncclComm *comm, const ncclConfig_t *config) {
 
 struct hello { /* what ranks tell each other in each round */
   int code, pid, mappable;
+  size_t direct_bytes;
 };
 
 static ncclResult_t round_of_hellos(struct ncclComm *comm, const char *round, struct hello mine, struct hello *all, int send_fd, int *recv_fd,
@@ -123,6 +124,7 @@ static ncclResult_t attach(struct ncclComm *comm, int fd, const struct hello *he
   struct rank_lines *mine = lines_of(comm, comm->rank);
   mine->pid = getpid();
   atomic_store(&mine->core, -1);
+  mine->own_pid_at = (uintptr_t)&mine->pid;
   mine->segment_fd = comm->segment->fd;
   atomic_store(&mine->heap_fd, -1);
   atomic_store(&mine->life, LIFE_JOINED);
@@ -155,11 +157,19 @@ static ncclResult_t build(struct ncclComm *comm, const char *what, const struct 
   code = round_of_hellos(comm, "attached", mine, all, -1, NULL, &waiting, what);
   if (code != ncclSuccess) return code;
   mine.mappable = 1;
-  for (int rank = 0; rank < comm->nranks; rank++) mine.mappable = mine.mappable && can_map(comm, rank);
+  mine.direct_bytes = direct_threshold();
+  for (int rank = 0; rank < comm->nranks; rank++) {
+    mine.mappable = mine.mappable && can_map(comm, rank);
+    if (!can_read(comm, rank)) mine.direct_bytes = SIZE_MAX;
+  }
   code = round_of_hellos(comm, "mappable", mine, all, -1, NULL, &waiting, what);
   if (code != ncclSuccess) return code;
   comm->mappable = true;
-  for (int rank = 0; rank < comm->nranks; rank++) comm->mappable = comm->mappable && all[rank].mappable;
+  comm->direct_bytes = 0;
+  for (int rank = 0; rank < comm->nranks; rank++) {
+    comm->mappable = comm->mappable && all[rank].mappable;
+    if (all[rank].direct_bytes > comm->direct_bytes) comm->direct_bytes = all[rank].direct_bytes;
+  }
   return ncclSuccess;
 }
 

@@ -12,6 +12,7 @@ static int64_t one_shot_bytes(void) { return ONE_SHOT_BYTES; }
 static int64_t stage_slots(void) { return STAGE_SLOTS; }
 static int64_t message_slots(void) { return P2P_SLOTS; }
 static int64_t streaming_bytes(void) { return (int64_t)streaming_threshold(); }
+static int64_t direct_bytes(void) { return (int64_t)direct_threshold(); }
 
 struct ncclParamHandle {
   const char *key;
@@ -25,6 +26,7 @@ static struct ncclParamHandle parameters[] = {
     {"PYNCCL_STAGE_SLOTS", stage_slots},
     {"PYNCCL_MESSAGE_SLOTS", message_slots},
     {"PYNCCL_STREAMING_BYTES", streaming_bytes},
+    {"PYNCCL_DIRECT_BYTES", direct_bytes},
 };
 enum { PARAMETERS = sizeof parameters / sizeof *parameters };
 

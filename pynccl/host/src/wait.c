@@ -59,10 +59,30 @@ double default_timeout(void) {
   return seconds > 0 ? seconds : DEFAULT_TIMEOUT;
 }
 
+static bool size_setting(const char *name, size_t *bytes) {
+  const char *text = getenv(name);
+  char *end;
+  if (text == NULL || text[0] == 0) return true;
+  *bytes = (size_t)strtoull(text, &end, 10);
+  return text[0] >= '0' && text[0] <= '9' && *end == 0;
+}
+
 ncclResult_t check_settings(const char *call) {
-  if (!read_streaming_setting())
-    return fail(NULL, ncclInvalidArgument, "%s: PYNCCL_STREAMING_BYTES is \"%s\"; it must be a whole number of bytes, or unset", call,
-                getenv("PYNCCL_STREAMING_BYTES"));
+  const struct {
+    const char *name;
+    size_t otherwise;
+    void (*set)(size_t bytes);
+  } sizes[] = {
+      {"PYNCCL_STREAMING_BYTES", last_level_bytes(), set_streaming_threshold},
+      {"PYNCCL_DIRECT_BYTES", DIRECT_BYTES, set_direct_threshold},
+  };
+  for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+    size_t bytes = sizes[i].otherwise;
+    if (!size_setting(sizes[i].name, &bytes))
+      return fail(NULL, ncclInvalidArgument, "%s: %s is \"%s\"; it must be a whole number of bytes, or unset", call, sizes[i].name,
+                  getenv(sizes[i].name));
+    sizes[i].set(bytes);
+  }
   if (timeout_setting() >= 0) return ncclSuccess;
   return fail(NULL, ncclInvalidArgument, "%s: PYNCCL_TIMEOUT is \"%s\"; it must be a positive number of seconds, or unset", call,
               getenv("PYNCCL_TIMEOUT"));
