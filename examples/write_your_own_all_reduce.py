@@ -8,7 +8,7 @@ import tempfile
 import numpy as np
 
 import pynccl
-from pynccl.collectives import IN, OUT, Builder, Schedule, cost, generate, verify, write_trace
+from pynccl.collectives import IN, OUT, Builder, Schedule, cost, diagram, generate, verify, write_trace
 from pynccl.collectives.report import comparison
 
 
@@ -30,7 +30,7 @@ with pynccl.init() as comm:
     if comm.rank == 0:
         if comm.size == 1:
             print("alone; for more ranks: python -m pynccl.launch -n 3", __file__)
-        print(verify(mine))
+        print(verify(mine), diagram(mine), sep="\n")  # o0>1 sends OUT[0] to rank 1, 0+o0 receives and reduces
         print(comparison({s.name: [cost(s, 1 << 20)] for s in (mine, generate("ring", comm.size))}))
         print("for ui.perfetto.dev:", write_trace(f"{tempfile.mkdtemp()}/relay.json", mine, 1 << 20))
     x = np.full(4, comm.rank + 1.0)

@@ -379,6 +379,7 @@ def test_the_example_runs_on_three_ranks(repo: Path, tmp_path: Path) -> None:
     assert (
         "proved, 9 steps in 4 rounds" in done.stdout and "alone" not in done.stdout and "busbw" in done.stdout
     )
+    assert "2>o0    o0>1" in done.stdout  # drawn
     assert done.stdout.count("sum [6. 6. 6. 6.]") == 3
     (trace,) = there.glob("*/relay.json")
     assert str(trace) in done.stdout and trace.stat().st_size > 100 and not list(here.iterdir())

@@ -122,7 +122,9 @@ class Builder:
     def __init__(
         self, name: str, collective: str, n: int, *, parts: int = 1, root: int = 0, **fields: Any
     ) -> None:
-        """`fields`: deterministic, in_place, params of the `Schedule`; ValueError for what that refuses."""
+        """`parts`: chunks in a block. `root`: of a broadcast or reduce. `fields`: deterministic, in_place and
+        params of the `Schedule`. ValueError for what that refuses.
+        """
         if "scratch_chunks" in fields:
             raise ValueError("Builder: leave out scratch_chunks; SCRATCH grows to what is used")
         head = {"name": name, "collective": collective, "n": n, "parts": parts, "root": root, **fields}
@@ -165,7 +167,9 @@ class Builder:
         """Rank `source` sends its `src` to rank `target`, which puts it in its `dst`, both in the same round.
 
         `reduce=True`: dst = dst op message; `reduce=span`: dst = span op message, with the span the target's
-        own.
+        own; `left`: message op that. `channel`: the m-th send to a peer on a channel meets its m-th receive
+        on it. `round`: another round than the current one. The ends of a message in different rounds are
+        written as `send` and `recv`.
         """
         for what, given in (("src", src), ("dst", dst)):
             _check_span(f"{self._head['name']}: move: {what}", given)
@@ -188,7 +192,7 @@ class Builder:
         channel: Any = 0,
         round: Any = None,
     ) -> None:
-        """Receive from `peer` into `dst`; `reduce` as in `move`; `left`: the message is the left operand."""
+        """Receive from `peer` into `dst`; `reduce`, `left` and `channel` as in `move`."""
         if reduce is False:
             self._add(Kind.RECV, rank, peer, None, dst, channel=channel, round=round)
         else:

@@ -49,7 +49,10 @@ class Report:
     bytes_uncompressed: int
     """What the best algorithms send of float32 for the same: all_reduce 2(n-1)/n, others (n-1)/n."""
     error: float
-    """Norm of what the last call left out of what it sent, relative to the norm of that."""
+    """Norm of what the last encoding left out, relative to the norm of what it was given.
+
+    An all_reduce encodes twice, contributions and then results: then it is that of the results.
+    """
     feedback: float
     """Norm of all that is kept for later calls."""
 

@@ -14,8 +14,9 @@ __all__ = ["Fault"]
 class Fault(ValueError):
     """A schedule does not do what its collective says.
 
-    `rank`, `step` (index in the rank's list) and `chunk` (of the buffer that the words name) say where; -1
-    where there is no such thing. `what` says what is wrong.
+    `rank`, `step` (index in the rank's list, as `Schedule.table` numbers it) and `chunk` (of the buffer that
+    the words name) say where; -1 where there is no such thing. `what` says what is wrong. What the words mean
+    and what to do: docs/collectives.md.
     """
 
     def __init__(self, schedule: str, rank: int, step: int, chunk: int, what: str) -> None:

@@ -1,4 +1,7 @@
-"""The table of algorithms. Adding one is one generator (its file) and one row here."""
+"""The table of algorithms. Adding one is one generator (its file) and one row here.
+
+A program can add a row of its own while it runs, ``ALGORITHMS[collective, name] = Row(...)``, on every rank.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ __all__ = ["ALGORITHMS", "Row", "algorithms", "generate"]
 class Row:
     """An algorithm of a collective.
 
-    `generator(n, **params)` gives the schedule (a broadcast or reduce takes `root=`, too) for any n >= 1.
+    `generator(n, **params)` gives the schedule (a broadcast or reduce takes `root=`, too) for any n >= 1. Its
+    parameters have defaults; those annotated with int, None or Sequence[int] are checked by `generate`.
     `formula`: its time with a = alpha, b = beta, g = gamma and S bytes. `source`: where it was described.
     `variants`: more parameters that `verify --all` goes through, besides none.
     """
