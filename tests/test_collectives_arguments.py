@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,20 @@ import pytest
 
 import pynccl
 from pynccl.abi.types import RedOp
-from pynccl.collectives import ADASUM, ALGORITHMS, compile, generate
+from pynccl.collectives import (
+    ADASUM,
+    ALGORITHMS,
+    Builder,
+    compile,
+    cost,
+    diagram,
+    find_fault,
+    generate,
+    run,
+    to_msccl,
+    verify,
+    write_trace,
+)
 from pynccl.collectives.registry import Row
 from pynccl.operations import OPERATIONS
 from pynccl.testing import run_ranks
@@ -112,11 +126,11 @@ def test_the_abis_operations_are_taken_with_a_schedule_as_without() -> None:
 def test_what_is_compiled_for_another_communicator_is_refused(alone: pynccl.Communicator) -> None:
     child = alone.split(0)
     theirs = compile(generate("ring", 1), child)
-    for run in (alone.all_reduce, lambda x, algorithm: alone.prepare("all_reduce", x, algorithm=algorithm)):
+    for way in (alone.all_reduce, lambda x, algorithm: alone.prepare("all_reduce", x, algorithm=algorithm)):
         with pytest.raises(
             pynccl.InvalidArgumentError, match="all_reduce: <Compiled.* is compiled for another"
         ):
-            run(np.ones(2), algorithm=theirs)
+            way(np.ones(2), algorithm=theirs)
     assert child.all_reduce(np.ones(2), algorithm=theirs).tolist() == [1, 1]
     child.destroy()
 
@@ -160,3 +174,51 @@ def test_a_row_of_ones_own_runs_by_name() -> None:
         return comm.broadcast(np.full(2, comm.rank + 1.0), 1, algorithm="pynccl:mine").tolist()
 
     assert run_ranks(2, rank, library="host") == [[2, 2], [2, 2]]
+
+
+# --- what is given instead of a schedule --------------------------------------------------------------------
+
+INSTEAD: dict[str, Any] = {
+    "'ring' of type str is no schedule; take generate('ring', n)": "ring",
+    "of type Builder is no schedule; take what its build() returns": Builder("mine", "all_reduce", 1),
+    "None of type NoneType is no schedule; take a Schedule": None,
+}
+READERS: dict[str, Callable[[Any], Any]] = {
+    "verify": verify,
+    "find_fault": find_fault,
+    "cost": lambda given: cost(given, 1024),
+    "write_trace": lambda given: write_trace("never written", given, 1024),
+    "diagram": diagram,
+    "to_msccl": to_msccl,
+    "run": lambda given: run(given, None, np.ones(2)),
+    "compile": lambda given: compile(given, None),
+}
+
+
+@pytest.mark.parametrize("words", INSTEAD)
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_no_schedule_is_refused_with_what_to_give(reader: str, words: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(words)):
+        READERS[reader](INSTEAD[words])
+
+
+@pytest.mark.parametrize("words", INSTEAD)
+def test_a_generator_that_returns_no_schedule_is_named(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    row = Row("all_reduce", "mine", lambda n: INSTEAD[words], "", "")
+    monkeypatch.setitem(ALGORITHMS, ("all_reduce", "mine"), row)
+    with pytest.raises(TypeError, match="all_reduce mine: what its generator returns: .*" + re.escape(words)):
+        generate("mine", 1)
+
+
+def test_a_generator_in_place_of_a_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALGORITHMS, ("broadcast", "mine"), chain)
+    with pytest.raises(
+        TypeError, match=r"ALGORITHMS\['broadcast', 'mine'\] is <function .*give it a registry.Row"
+    ):
+        generate("mine", 1, collective="broadcast")
+
+
+@pytest.mark.parametrize("topology", ["nodes:8", 8])
+def test_what_is_no_topology_is_refused_with_what_to_give(topology: Any) -> None:
+    with pytest.raises(TypeError, match=f"cost: topology={topology!r}; take flat"):
+        cost(generate("ring", 2), 1024, topology)

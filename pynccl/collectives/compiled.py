@@ -20,7 +20,7 @@ from pynccl.abi.types import RedOp, pyncclSchedule_t
 from pynccl.collectives.execute import Call, check_call, check_proof
 from pynccl.collectives.flow import flow
 from pynccl.collectives.rounds import messages
-from pynccl.collectives.schedule import COLLECTIVES, Array, Buffer, Kind, Schedule
+from pynccl.collectives.schedule import COLLECTIVES, Array, Buffer, Kind, Schedule, check_is_schedule
 from pynccl.operations import OPERATIONS, Plan
 from pynccl.prepared import Prepared
 
@@ -34,6 +34,7 @@ class Compiled:
     """A schedule on a communicator in host memory; call it as its collective. See `compile`."""
 
     def __init__(self, schedule: Schedule, comm: Any, *, unchecked: bool = False) -> None:
+        check_is_schedule("compile(schedule, comm)", schedule)
         name = f"compile({schedule.name!r})"
         if not comm.library.has(FUNCTION):
             raise MissingFunctionError(

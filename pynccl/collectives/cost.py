@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pynccl.collectives.flow import Flow, flow, play
-from pynccl.collectives.schedule import Array, Kind, Schedule, chunk_bounds
+from pynccl.collectives.schedule import Array, Kind, Schedule, check_is_schedule, chunk_bounds
 from pynccl.collectives.sorting import stable_order
 from pynccl.collectives.topology import Topology, flat
 
@@ -186,7 +186,13 @@ def timeline(
     schedule: Schedule, nbytes: int, topology: Topology | None = None, *, itemsize: int = 4
 ) -> Timeline:
     """When each round and each message of a schedule begins and ends; arguments as of `cost`."""
+    check_is_schedule("cost", schedule)
     topology = flat(schedule.n) if topology is None else topology
+    if not isinstance(topology, Topology):
+        raise TypeError(
+            f"cost: topology={topology!r}; take flat(n), nodes(n, 8), rails(n, 8), or parse(text, n) of "
+            "pynccl.collectives.topology"
+        )
     if topology.n != schedule.n:
         raise ValueError(f"cost: a topology of {topology.n} ranks for a schedule of {schedule.n}")
     if nbytes < 0:

@@ -7,7 +7,7 @@ o1+s0  reduces scratch[0] into out[1]
 
 from __future__ import annotations
 
-from pynccl.collectives.schedule import Kind, Schedule, Span, Step
+from pynccl.collectives.schedule import Kind, Schedule, Span, Step, check_is_schedule
 
 __all__ = ["LEGEND", "diagram"]
 
@@ -28,6 +28,7 @@ _MARKS = {
 
 def diagram(schedule: Schedule) -> str:
     """The drawing: rounds downwards, ranks to the right."""
+    check_is_schedule("diagram", schedule)
     cells: dict[tuple[int, int], list[str]] = {}
     for rank, steps in enumerate(schedule):
         for step in steps:

@@ -28,7 +28,7 @@ from pynccl.arrays import numpy_dtype
 from pynccl.collectives.failing import Queued, ends_on_failure, tag_of, tagged
 from pynccl.collectives.flow import flow
 from pynccl.collectives.rounds import Round, rounds
-from pynccl.collectives.schedule import COLLECTIVES, Buffer, Kind, Schedule
+from pynccl.collectives.schedule import COLLECTIVES, Buffer, Kind, Schedule, check_is_schedule
 from pynccl.collectives.verify import verify
 from pynccl.elements import ELEMENTS, operation_name
 from pynccl.flight import gpu_flight
@@ -69,6 +69,7 @@ def run(
     host stream the reductions happen in the stream's thread, and what a function raises there is raised by
     ``synchronize``, as with ``Stream.call``; what is queued on ``comm`` behind it does not begin any more.
     """
+    check_is_schedule("run(schedule, comm, x)", schedule)
     return execute(check_call(schedule, comm, x, out, op, unchecked=unchecked), comm, stream)
 
 

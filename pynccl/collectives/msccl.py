@@ -14,7 +14,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 
 from pynccl.collectives.msccl_import import BUFFERS, COLLECTIVES, from_msccl
-from pynccl.collectives.schedule import Buffer, Kind, Schedule, Span, Step
+from pynccl.collectives.schedule import Buffer, Kind, Schedule, Span, Step, check_is_schedule
 from pynccl.collectives.steps import check_steps
 
 __all__ = ["from_msccl", "to_msccl"]
@@ -28,6 +28,7 @@ Block = tuple[int, int, int]  # send peer, receive peer, channel; -1: none
 
 def to_msccl(schedule: Schedule) -> str:
     """The schedule as an MSCCL program; a `Fault` if a step makes no sense by itself."""
+    check_is_schedule("to_msccl", schedule)
     check_steps(schedule)
     columns = schedule.columns
     algo = ElementTree.Element(

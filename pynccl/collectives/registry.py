@@ -22,7 +22,7 @@ from pynccl.collectives import (
     tree,
 )
 from pynccl.collectives.form import MOST_RANKS, said
-from pynccl.collectives.schedule import COLLECTIVES, Schedule
+from pynccl.collectives.schedule import COLLECTIVES, Schedule, check_is_schedule
 
 __all__ = ["ALGORITHMS", "Row", "algorithms", "generate"]
 
@@ -188,11 +188,15 @@ def generate(name: str, n: int, *, collective: str = "all_reduce", **params: Any
     if not _whole(n) or not 1 <= n <= MOST_RANKS:
         raise ValueError(f"{collective} {name}: {said(n)} ranks; take 1 or more, and {MOST_RANKS} at most")
     row = ALGORITHMS[collective, name]
+    if not isinstance(row, Row):
+        raise TypeError(f"ALGORITHMS[{collective!r}, {name!r}] is {said(row)}; give it a registry.Row")
     _check_params(row, params)
     root = params.get("root", 0)
     if not _whole(root) or not 0 <= root < n:
         raise ValueError(f"{collective} {name}: root {root} is not one of {n} ranks; take 0 to {n - 1}")
-    return row.generator(n, **params)
+    schedule = row.generator(n, **params)
+    check_is_schedule(f"{collective} {name}: what its generator returns", schedule)
+    return schedule
 
 
 def _check_params(row: Row, params: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from pynccl.collectives.form import HEAD, check_columns, check_head, make_columns, read_json
+from pynccl.collectives.form import HEAD, check_columns, check_head, make_columns, read_json, said
 from pynccl.collectives.terms import (
     COLLECTIVES,
     COLUMNS,
@@ -54,6 +54,7 @@ __all__ = [
     "Schedule",
     "Span",
     "Step",
+    "check_is_schedule",
     "chunk_bounds",
 ]
 
@@ -235,6 +236,19 @@ class Schedule:
             for index, step in enumerate(self.steps(rank)):
                 lines.append(f"{rank:>4} {index:>4} {step.round:>5}  {step}")
         return "\n".join(lines)
+
+
+def check_is_schedule(call: str, given: Any) -> None:
+    """A TypeError, with what to do, for what is given instead of a schedule: its name, or its builder."""
+    if isinstance(given, Schedule):
+        return
+    if isinstance(given, str):
+        remedy = f"take generate({said(given)}, n), or Schedule.from_json of a file's text"
+    elif hasattr(given, "build"):
+        remedy = "take what its build() returns"
+    else:
+        remedy = "take a Schedule"
+    raise TypeError(f"{call}: {said(given)} of type {type(given).__name__} is no schedule; {remedy}")
 
 
 def _step(row: tuple[Any, ...]) -> Step:

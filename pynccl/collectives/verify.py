@@ -19,7 +19,7 @@ from pynccl.collectives import symbols
 from pynccl.collectives.fault import Fault
 from pynccl.collectives.flow import flow, is_live
 from pynccl.collectives.form import MOST_CHUNKS
-from pynccl.collectives.schedule import COLLECTIVES, Array, Buffer, Schedule
+from pynccl.collectives.schedule import COLLECTIVES, Array, Buffer, Schedule, check_is_schedule
 
 __all__ = ["SLOTS", "Fault", "Proof", "find_fault", "verify"]
 
@@ -69,6 +69,7 @@ def verify(schedule: Schedule, *, slots: Iterable[int] = SLOTS) -> Proof:
     Takes time and memory in proportion to the number of chunks moved; for reductions memory of n bits for
     each. ValueError for a schedule that is too large for it.
     """
+    check_is_schedule("verify", schedule)
     slots = tuple(slots)
     graph = flow(schedule)
     _refuse_too_large(schedule)
