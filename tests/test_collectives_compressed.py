@@ -277,6 +277,19 @@ def test_the_error_of_the_last_call_is_told():
     ranks(2, one)
 
 
+def test_the_error_of_an_all_reduce_counts_both_of_its_encodings():
+    def one(comm: Any) -> None:
+        compressor = Compressor(comm, TopK(1 / 2))
+        # Each rank's part of the sum is two elements. TopK keeps one of them, here and of the contributions.
+        compressor.all_reduce(np.array([4, 3, 4, 3], "f4"), key="x")
+        contributions, result = 5 * 2**0.5, 8.0  # norms: of (4, 3) twice, and of the sum of what came, (8, 0)
+        left = 3 * 2**0.5
+        wanted = left / (contributions**2 + result**2) ** 0.5
+        assert compressor.report().error == pytest.approx(wanted)
+
+    ranks(2, one)
+
+
 def frozen(*shape: int) -> np.ndarray:
     x = np.zeros(shape, "f4")
     x.flags.writeable = False

@@ -49,9 +49,9 @@ class Report:
     bytes_uncompressed: int
     """What the best algorithms send of float32 for the same: all_reduce 2(n-1)/n, others (n-1)/n."""
     error: float
-    """Norm of what the last encoding left out, relative to the norm of what it was given.
+    """Norm of what the last call's encodings left out here, relative to the norm of what they were given.
 
-    An all_reduce encodes twice, contributions and then results: then it is that of the results.
+    An all_reduce encodes twice, this rank's contributions and then its part of the result.
     """
     feedback: float
     """Norm of all that is kept for later calls."""
@@ -92,7 +92,7 @@ class Compressor:
         self._kept: dict[tuple[str, Any], Array] = {}
         self._shapes: dict[tuple[str, Any], tuple[int, ...]] = {}
         self._calls = self._sent = self._plain = 0
-        self._last: tuple[Array, Array] | None = None
+        self._last: list[tuple[Array, Array]] = []
 
     def all_reduce(self, x: Array, op: str = "sum", *, key: Any = None, stream: Any = None) -> Array:
         """``x`` becomes the sum ("avg": the mean) over all ranks, with the same bits on every rank."""
@@ -155,11 +155,8 @@ class Compressor:
 
     def report(self) -> Report:
         """Bytes and errors of this rank so far. Wait for the stream first; on a GPU this waits for it."""
-        error = 0.0
-        if self._last is not None:
-            meant, left = self._last
-            size = _norm([meant])
-            error = _norm([left]) / size if size else 0.0
+        size = _norm([meant for meant, _ in self._last])
+        error = _norm([left for _, left in self._last]) / size if size else 0.0
         return Report(self._calls, self._sent, self._plain, error, _norm(list(self._kept.values())))
 
     def reset(self) -> None:
@@ -216,7 +213,8 @@ class Compressor:
         left = xp.where(xp.isfinite(left), left, np.float32(0))
         if self.feedback:
             self._kept[key] = left
-        self._last = (meant, left)
+        second = key[0] == "all_reduce, result"  # of one call: what its first encoding left out counts, too
+        self._last = [*self._last, (meant, left)] if second else [(meant, left)]
 
     def _count(self, sent: int, elements: int) -> None:
         self._sent += sent

@@ -13,7 +13,7 @@ from pynccl.abi.errors import InvalidArgumentError
 from pynccl.collectives.compiled import FUNCTION, Compiled, compile
 from pynccl.collectives.execute import Call, check_call, execute, reduced_elements, reduction_of
 from pynccl.collectives.reductions import operation_of
-from pynccl.collectives.registry import generate
+from pynccl.collectives.registry import ALGORITHMS, generate
 from pynccl.collectives.schedule import COLLECTIVES, Schedule
 from pynccl.elements import operation_name
 from pynccl.operations import check_rank
@@ -97,12 +97,13 @@ def _check_collective(call: str, schedule: Schedule) -> None:
         )
 
 
-_generated: dict[tuple[str, str, int, int | None], Schedule] = {}
+_generated: dict[Any, Schedule] = {}
 
 
 def _named(call: str, algorithm: str, n: int, root: int | None) -> Schedule:
     name = algorithm.removeprefix(PREFIX)
-    key = (call, name, n, root)
+    row = ALGORITHMS.get((call, name))
+    key = (call, name, n, root, row and row.generator)  # which a notebook may define again
     if key not in _generated:
         if call not in COLLECTIVES:
             raise InvalidArgumentError(

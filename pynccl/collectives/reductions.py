@@ -23,7 +23,7 @@ import numpy as np
 from pynccl.abi.errors import InvalidArgumentError
 from pynccl.arrays import view
 from pynccl.collectives.execute import run
-from pynccl.collectives.registry import algorithms, generate
+from pynccl.collectives.registry import ALGORITHMS, algorithms, generate
 from pynccl.collectives.schedule import Schedule
 from pynccl.collectives.verify import Proof, verify
 
@@ -184,7 +184,7 @@ def _fitting(call: str, op: Operation, nbytes: int) -> str:
 def _schedule(call: str, algorithm: Any, n: int) -> Schedule:
     if isinstance(algorithm, str):
         try:
-            return _generated(call, algorithm.removeprefix("pynccl:"), n)
+            return _named(call, algorithm.removeprefix("pynccl:"), n)
         except ValueError as error:
             raise InvalidArgumentError(f"{call}: algorithm={algorithm!r}: {error}") from error
     if not isinstance(algorithm, Schedule):
@@ -199,9 +199,14 @@ def _schedule(call: str, algorithm: Any, n: int) -> Schedule:
     return algorithm
 
 
+def _named(call: str, name: str, n: int) -> Schedule:
+    row = ALGORITHMS.get((call, name))
+    return _generated(call, name, n, row and row.generator)
+
+
 @functools.lru_cache(maxsize=64)
-def _generated(call: str, name: str, n: int) -> Schedule:
-    return generate(name, n, collective=call)
+def _generated(call: str, name: str, n: int, generator: Any) -> Schedule:
+    return generate(name, n, collective=call)  # by `generator`, which a notebook may define again
 
 
 def _prove(schedule: Schedule) -> Proof:
@@ -227,7 +232,7 @@ def _check_order(op: Operation, schedule: Schedule) -> None:
     if op.commutative or _prove(schedule).rank_order:
         return
     call, n = schedule.collective, schedule.n
-    fit = [name for name in algorithms(call) if _prove(_generated(call, name, n)).rank_order]
+    fit = [name for name in algorithms(call) if _prove(_named(call, name, n)).rank_order]
     raise InvalidArgumentError(
         f"{call}: {op.name} does not commute, and {schedule.name!r} of {n} ranks does not reduce in rank "
         f"order; use one that does: {', '.join(fit)}"
