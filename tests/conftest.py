@@ -28,3 +28,13 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def repo() -> Path:
     """The root of the source tree."""
     return REPO
+
+
+@pytest.fixture(scope="session")
+def at_three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of step 3, saved at 3 ranks with full_shard; no test changes it."""
+    from checkpoint_ranks import saved  # type: ignore[import-not-found]  # no other test needs the engine
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+    saved(folder, keywords={"user": {"tokens": 12, "losses": [1.5, 1.25]}})
+    return folder

@@ -8,7 +8,7 @@ sharded results are compared for equality.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,16 @@ def backward(model: Any, saved: list[np.ndarray], t: np.ndarray) -> None:
             g["w"][...] = saved[position].T @ grad
             g["b"][...] = grad.sum(0)
             grad = grad @ w["w"].T
+
+
+def opened(model: Any) -> Iterator[Any]:
+    """After a forward pass without a computation: the units in backward order, each open for gradients."""
+    for unit in model:
+        with unit.forward():
+            pass
+    for unit in reversed(model):
+        with unit.backward():
+            yield unit
 
 
 def train(model: Any, x: np.ndarray, t: np.ndarray, **kinds: bool) -> None:

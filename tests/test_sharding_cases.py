@@ -1,7 +1,7 @@
 """Cases from public reports of people who train with FSDP and ZeRO, each on 1, 2, 3 and 4 ranks.
 
 The reference is one rank on the concatenated batch. What belongs to checkpoints is in
-test_sharding_checkpoint.py.
+test_sharding_checkpoint_*.py.
 """
 
 from __future__ import annotations
