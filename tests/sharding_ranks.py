@@ -12,11 +12,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
+from sharding import fully_shard
 from sharding.layout import pieces
 
 RANKS = (1, 2, 3, 4)
 ROWS = 12  # of a batch: divides over 1, 2, 3 and 4 ranks
+LR = 2.0**-4
+each_n = pytest.mark.parametrize("n", RANKS)
 
 # Every way to hold a model, as arguments of fully_shard; those that not every number of ranks can have are
 # left out by `ways`.
@@ -307,3 +311,50 @@ def run_threads(n: int, fn: Callable[[FakeComm], Any]) -> list[Any]:
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads)
     return results
+
+
+def alone(fn: Callable[[FakeComm], Any]) -> Any:
+    """`fn` on one rank; its result."""
+    return run_threads(1, fn)[0]
+
+
+# --- three units whose calls can be told apart --------------------------------------------------------------
+
+# Units of different sizes, so that a call in the log says whose it is.
+SIZES = {"a": 48, "b": 144, "c": 240}
+
+
+def abc(comm: Any, **way: Any) -> Any:
+    """A model of the units in SIZES."""
+    return fully_shard({name: np.zeros(size) for name, size in SIZES.items()}, comm, units=list(SIZES), **way)
+
+
+def story(comm: FakeComm, start: int = 0) -> list[str]:
+    """The log in words: `gather a`, `reduce a`, `over replicas a`, and what the test itself noted."""
+    kinds = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "over replicas"}
+    names = {size: name for name, size in SIZES.items()}
+    names |= {size // 2: name for name, size in SIZES.items() if size // 2 not in names}
+    found = []
+    for entry in comm.log[start:]:
+        if isinstance(entry, str):
+            found.append(entry)
+        elif entry[0] == "all_reduce" and entry[2] == 1:
+            continue  # the meeting at the end
+        elif entry[0] in kinds:
+            found.append(f"{kinds[entry[0]]} {names[entry[2]]}")
+    return found
+
+
+def walk(model: Any, comm: FakeComm, skip: str = "", **kinds: bool) -> list[str]:
+    """A microbatch that notes when each unit computes; its story."""
+    start = len(comm.log)
+    with model.microbatch(**kinds):
+        for unit in model:
+            if unit.name not in skip:
+                with unit.forward():
+                    comm.log.append(f"forward {unit.name}")
+        for unit in reversed(model):
+            if unit.name not in skip:
+                with unit.backward():
+                    comm.log.append(f"backward {unit.name}")
+    return story(comm, start)

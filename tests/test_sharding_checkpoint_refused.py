@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from checkpoint_ranks import (  # type: ignore[import-not-found]
@@ -21,9 +22,10 @@ from checkpoint_ranks import (  # type: ignore[import-not-found]
     saved,
     state_of,
 )
+from sharding_ranks import FakeComm, alone, chain, run_threads  # type: ignore[import-not-found]
 
 from pynccl.testing import run_ranks
-from sharding import PhaseError, fully_shard
+from sharding import SGD, PhaseError, fully_shard
 from sharding.checkpoint import (
     CheckpointError,
     DifferentModelError,
@@ -257,3 +259,38 @@ def four_steps(at_three: Path) -> Path:
     """Beside `at_three`: a checkpoint of step 4."""
     other = at_three.parent / "four"
     return other / "step-00000004" if saved_steps(other) else saved(other, steps=4)
+
+
+def test_a_save_names_the_first_field_in_which_optimizers_differ(tmp_path: Any) -> None:
+    def rank(comm: FakeComm) -> None:
+        with fully_shard(chain(), comm, units=["layers.*"]) as model:
+            opt = SGD(model, lr=0.5 + comm.rank)
+            with pytest.raises(
+                ValueError,
+                match=r"optimizer\['groups'\]\[0\]\['hyper'\]\['lr'\] differs.*0.5 on rank 0, 1.5 on rank 1",
+            ):
+                save(tmp_path, model, opt)
+
+    run_threads(2, rank)
+
+
+def test_a_checkpoint_given_instead_of_its_folder_is_said_to_be_one(tmp_path: Any) -> None:
+    def rank(comm: FakeComm) -> None:
+        with fully_shard(chain(), comm) as model:
+            path = save(tmp_path, model, step=3)
+            with pytest.raises(
+                FileNotFoundError, match="is itself a checkpoint; pass the folder that it lies in"
+            ):
+                load(path, model)
+
+    alone(rank)
+
+
+def test_what_no_checkpoint_can_hold_is_refused_at_once() -> None:
+    def rank(comm: FakeComm) -> None:
+        with pytest.raises(
+            TypeError, match="parameter 'a' has dtype float8_e4m3b11fnuz, which no checkpoint"
+        ):
+            fully_shard({"a": np.zeros(3, ml_dtypes.float8_e4m3b11fnuz)}, comm)
+
+    alone(rank)

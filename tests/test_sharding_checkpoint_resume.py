@@ -20,9 +20,10 @@ from checkpoint_ranks import (  # type: ignore[import-not-found]
     state_of,
     train,
 )
+from sharding_ranks import FakeComm, alone, chain  # type: ignore[import-not-found]
 
 from pynccl.testing import run_ranks
-from sharding import MixedPrecision, fully_shard
+from sharding import SGD, MixedPrecision, cosine, fully_shard
 from sharding.checkpoint import DifferentModelError, load, save, save_async
 from sharding.layout import by_size, pieces
 from sharding.tensorfile import TensorFile
@@ -252,8 +253,6 @@ def test_parameters_load_without_their_optimizer_and_not_with_one_that_was_not_s
 
 
 def test_another_kind_of_optimizer_is_refused_and_nothing_changes(at_three: Path) -> None:
-    from sharding import SGD
-
     def rank(comm: Any) -> None:
         model, _ = make(comm)
         opt = SGD(model, lr=0.5, momentum=0.5)
@@ -263,6 +262,21 @@ def test_another_kind_of_optimizer_is_refused_and_nothing_changes(at_three: Path
         assert_unchanged(state_of(model, opt), before)
 
     run_ranks(2, rank, library="host")
+
+
+def test_load_can_leave_the_hyper_parameters_alone(tmp_path: Any) -> None:
+    def rank(comm: FakeComm) -> None:
+        with fully_shard(chain(), comm, units=["layers.*"]) as model:
+            old = SGD(model, cosine(1.0, steps=9), groups={"*.b": {"lr": 0.25}})
+            save(tmp_path, model, old)
+            new = SGD(model, cosine(3.0, steps=9))
+            load(tmp_path, model, new)
+            assert (new.hyper("layers.0.w")["lr"], new.hyper("layers.0.b")["lr"]) == (3.0, 0.25)
+            plain = SGD(model, 7.0)
+            load(tmp_path, model, plain, hyper=False)
+            assert plain.hyper("layers.0.b")["lr"] == 7.0
+
+    alone(rank)
 
 
 # --- random generators and user state -----------------------------------------------------------------------
