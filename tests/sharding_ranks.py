@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pynccl.testing import run_ranks
 from sharding import fully_shard
 from sharding.layout import pieces
 
@@ -316,6 +317,20 @@ def run_threads(n: int, fn: Callable[[FakeComm], Any]) -> list[Any]:
 def alone(fn: Callable[[FakeComm], Any]) -> Any:
     """`fn` on one rank; its result."""
     return run_threads(1, fn)[0]
+
+
+# --- ranks on the host library ------------------------------------------------------------------------------
+
+
+def host(n: int, fn: Callable[..., Any]) -> list[Any]:
+    """`fn(comm)` in n processes; their results by rank."""
+    return run_ranks(n, fn, library="host", timeout=60)
+
+
+def sharded(comm: Any, params: Any = None, **way: Any) -> Any:
+    """A chain whose layers are units and whose gradients are summed, unless `way` says otherwise."""
+    given = {"units": ["layers.*"], "reduce_op": "sum", **way}
+    return fully_shard(chain() if params is None else params, comm, **given)
 
 
 # --- three units whose calls can be told apart --------------------------------------------------------------
