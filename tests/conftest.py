@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import pynccl
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -28,6 +31,13 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def repo() -> Path:
     """The root of the source tree."""
     return REPO
+
+
+@pytest.fixture
+def alone() -> Iterator[pynccl.Communicator]:
+    """A communicator of one rank on the host library."""
+    with pynccl.Communicator(1, pynccl.get_unique_id("host"), 0, library="host", name="alone") as comm:
+        yield comm
 
 
 @pytest.fixture(scope="session")
