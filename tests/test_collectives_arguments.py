@@ -244,3 +244,38 @@ def test_a_generator_that_is_defined_again_is_used(
             for _ in range(2):
                 alone.all_reduce(np.ones(3), op=op, algorithm="pynccl:mine")
     assert list(dict.fromkeys(made)) == ["first", "second"] and len(made) <= 4  # not one a call
+
+
+def test_an_operation_of_none_is_refused_as_without_a_schedule(alone: pynccl.Communicator) -> None:
+    for call in (
+        lambda: alone.all_reduce(np.ones(3), op=None, algorithm="pynccl:ring"),
+        lambda: run(generate("ring", 1), alone, np.ones(3), op=None),
+        lambda: alone.all_reduce(np.ones(3), op=None),
+    ):
+        with pytest.raises(TypeError, match="op"):
+            call()
+    assert (alone.all_reduce(np.ones(3)) == 1).all()
+
+
+def test_a_function_cannot_reduce_into_what_it_is_given() -> None:
+    def into(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        a += b
+        return a
+
+    def rank(comm: pynccl.Communicator) -> None:
+        with pytest.raises(pynccl.InvalidArgumentError, match="read-only.*ended the communicator"):
+            comm.all_reduce(np.ones(4), op=into, algorithm="pynccl:ring")
+
+    run_ranks(2, rank, library="host", timeout=30)
+
+
+def test_what_is_no_schedule_yet_is_told_so(alone: pynccl.Communicator) -> None:
+    def mine(n: int) -> Any:
+        return generate("ring", n)
+
+    with pytest.raises(TypeError, match=r"not function; call it: mine\(comm.size\)"):
+        alone.all_reduce(np.ones(3), algorithm=mine)
+    with pytest.raises(TypeError, match="not Builder; pass what its build"):
+        alone.all_reduce(np.ones(3), algorithm=Builder("b", "all_reduce", 1))
+    with pytest.raises(TypeError, match=r"call it: mine\(n\)"):
+        verify(mine)  # type: ignore[arg-type]

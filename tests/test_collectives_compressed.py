@@ -161,8 +161,10 @@ def test_the_bytes_told_are_those_given_to_the_library(codec: Any):
         """A communicator that counts what goes to other ranks."""
 
         def __init__(self, comm: Any) -> None:
-            self.comm, self.size, self.sent = comm, comm.size, 0
-            self._check_open, self.library, self.on_gpu = comm._check_open, comm.library, comm.on_gpu
+            self.comm, self.sent = comm, 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.comm, name)
 
         def all_to_all(self, x: np.ndarray, out: np.ndarray, stream: Any) -> Any:
             self.sent += x.nbytes // self.size * (self.size - 1)
@@ -518,3 +520,27 @@ def test_a_codec_that_raises_on_one_rank_ends_the_communicator(when: str, queued
             stream.close()
 
     run_ranks(3, rank, library="host", timeout=30)
+
+
+def without_feedback(comm: Any, codec: Any = None) -> Compressor:
+    return Compressor(comm, codec or Integers(8), feedback=False)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda comm, x: without_feedback(comm).all_reduce(x[: 511 + comm.rank]),
+        lambda comm, x: without_feedback(comm).all_reduce(x[: 512 * comm.rank]),
+        lambda comm, x: without_feedback(comm).all_reduce(x, ("sum", "avg")[comm.rank]),
+        lambda comm, x: without_feedback(comm, (Integers(8), Float8())[comm.rank]).all_reduce(x),
+    ],
+    ids=["length", "none", "operation", "format"],
+)
+def test_ranks_that_differ_in_a_call_learn_it_before_a_message_and_go_on(call: Any):
+    def one(comm: Any) -> None:
+        x = np.full(512, comm.rank + 1.0, "f4")
+        with pytest.raises(InvalidUsageError, match="differs between ranks"):
+            call(comm, x)
+        assert (comm.all_reduce(np.ones(3)) == 2).all()
+
+    ranks(2, one)

@@ -178,9 +178,11 @@ def ring(comm: Any, x: Any, op: Any = "sum") -> Any:
         lambda comm, x: ring(comm, x, "max"),
         lambda comm, x: ring(comm, x, np.add),
         lambda comm, x: run(generate("pairwise", 3, collective="all_to_all"), comm, x),
-        lambda comm, x: comm.recv(x[:2], (comm.rank + 2) % 3),
+        lambda comm, x: comm.all_reduce(x),
+        lambda comm, x: compile(generate("ring", 3), comm)(x),
+        lambda comm, x: run(generate("ring", 3), comm, x[:0]),
     ],
-    ids=["another operation", "a function", "another schedule", "a message of none"],
+    ids=["another operation", "a function", "another schedule", "the library's", "compiled", "no elements"],
 )
 def test_messages_of_calls_that_differ_are_never_taken_for_each_other(other: Any) -> None:
     """Rank 0 is refused in the first call, catches that, and makes the second while the others wait."""
@@ -198,9 +200,8 @@ def test_messages_of_calls_that_differ_are_never_taken_for_each_other(other: Any
     results = run_ranks(3, rank, library="host", timeout=30)
     assert results[0][0].startswith("TypeError")
     assert not any("no error" in result for of_rank in results for result in of_rank)
-    differs = [text for of_rank in results for text in of_rank if "differs between its ends" in text]
+    differs = [text for of_rank in results for text in of_rank if "differs between ranks" in text]
     assert any("InvalidUsageError" in text for text in differs)
-    assert all(", of run #" in text for text in differs)
 
 
 @pytest.mark.parametrize("refused", range(4))
@@ -222,7 +223,7 @@ def test_nor_on_a_stream_where_what_depends_on_them_is_queued_already(name: str,
         return "; ".join(errors)
 
     results = run_ranks(4, rank, library="host", timeout=30)
-    assert all("differs between its ends" in result for result in results), results
+    assert all("differs between ranks" in result for result in results), results
 
 
 @pytest.mark.parametrize(
@@ -258,5 +259,32 @@ def test_what_is_raised_in_a_group_starts_nothing_and_the_communicator_goes_on()
             comm.all_reduce(y)
         assert x.tolist() == [3.0] * 6 and y.tolist() == [3.0] * 2
         assert ring(comm, x).tolist() == [9.0] * 6
+
+    run_ranks(3, rank, library="host", timeout=30)
+
+
+def test_a_rank_with_no_elements_is_told_and_all_go_on() -> None:
+    def rank(comm: Any) -> None:
+        with pytest.raises(pynccl.InvalidUsageError, match="differs between ranks"):
+            ring(comm, np.ones(0 if comm.rank == 0 else 4))
+        for value in (1.0, 10.0):
+            assert (ring(comm, np.full(4, value)) == 3 * value).all()
+
+    run_ranks(3, rank, library="host", timeout=30)
+
+
+def test_a_function_that_raises_while_a_call_is_prepared_ends_the_communicator_too() -> None:
+    def rank(comm: Any) -> None:
+        def op(a: Any, b: Any) -> Any:
+            if comm.rank == 0:
+                raise FloatingPointError("on rank 0 alone")
+            return a + b
+
+        if comm.rank == 0:
+            with pytest.raises(pynccl.InvalidArgumentError, match="on rank 0 alone"):
+                comm.prepare("all_reduce", np.ones(4), op=op, algorithm="pynccl:ring")
+        else:
+            with pytest.raises(pynccl.RemoteError, match="rank 0"):
+                comm.prepare("all_reduce", np.ones(4), op=op, algorithm="pynccl:ring")()
 
     run_ranks(3, rank, library="host", timeout=30)

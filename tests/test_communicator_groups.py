@@ -10,6 +10,8 @@ import pytest
 from communicator_ranks import N, ranks  # type: ignore[import-not-found]
 
 import pynccl
+from pynccl.group import Group
+from pynccl.threadstate import current
 
 
 def test_sends_and_receives_in_a_group_pass_each_other() -> None:
@@ -131,3 +133,16 @@ def test_what_is_under_way_says_what_it_is(alone: pynccl.Communicator) -> None:
         assert repr(together) == "<Group of 4 calls: send, recv>"
     event = pynccl.Event()
     assert re.fullmatch(r"<Event 0x[0-9a-f]+ done>", repr(event))
+
+
+def test_a_group_whose_block_was_left_unsaid_is_not_open_any_more(alone: pynccl.Communicator) -> None:
+    """As Ctrl-C can leave one, between the end of the block and the word of it: later calls are made."""
+    current.set_group(Group(None, simulate=False))
+    assert current.busy and current.group is None and not current.busy
+    with pynccl.group():
+        x = alone.all_reduce(np.ones(3))
+        assert current.busy and current.group is not None
+        with pynccl.group():
+            pass
+        assert len(current.group) == 1
+    assert not current.busy and (x == 1).all()

@@ -219,7 +219,6 @@ HOST_PROTOTYPES = _prototypes("""
 0.1.0   ncclResult_t pyncclSetTimeout(ncclComm_t comm, double seconds);
 0.1.0   ncclResult_t pyncclCommName(ncclComm_t comm, const char** name);
 0.1.0   ncclResult_t pyncclSetInterruptCheck(pyncclInterruptCheck_t check);
-0.1.0   ncclResult_t pyncclTagMessages(unsigned int tag);
 
 # host streams
 0.1.0   ncclResult_t pyncclStreamCreate(void** stream);
@@ -239,6 +238,7 @@ HOST_PROTOTYPES = _prototypes("""
 0.1.0   ncclResult_t pyncclEventQuery(void* event);
 
 # collectives from a record
+0.1.0   ncclResult_t pyncclAgree(unsigned int number, ncclComm_t comm, cudaStream_t stream);
 0.1.0   ncclResult_t pyncclCall(const pyncclCall_t* call);
 0.1.0   int pyncclCallArrays(const pyncclArrayCall_t* call, const void* x, const void* out);
 

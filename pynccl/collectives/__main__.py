@@ -146,9 +146,15 @@ def _verify(options: argparse.Namespace) -> int:
         raise ValueError(
             f"no algorithm {', '.join(unknown) or 'named'}; take --all, a file, or some of {known}"
         )
-    if min(options.ranks) < 1:
+    if options.ranks is not None and min(options.ranks) < 1:
         raise ValueError(f"--ranks {min(options.ranks)}; take 1 or more")
-    found = report.prove(chosen, options.ranks, [_read(name) for name in files], options.slots)
+    if files and not chosen and (options.mutations or options.ranks is not None):
+        raise ValueError(
+            f"{files[0]}: a file is proved for its own number of ranks, and not mutated; leave out --ranks "
+            "and --mutations, or name algorithms too"
+        )
+    ranks = range(1, 9) if options.ranks is None else options.ranks
+    found = report.prove(chosen, list(ranks), [_read(name) for name in files], options.slots)
     print(found)
     if options.mutations:
         found.mutate(chosen, options.mutations, options.seed)
@@ -164,6 +170,8 @@ def _load(options: argparse.Namespace) -> Schedule:
             raise ValueError(f"{options.algorithm}: a file has no parameters; leave out -p")
         return _read(options.algorithm, options.ranks)
     params = dict(options.param)
+    if not params.keys().isdisjoint(("n", "name", "collective")):
+        raise ValueError(f"-p {', '.join(params)}: n is --ranks, and collective is --collective")
     return generate(
         options.algorithm,
         _RANKS if options.ranks is None else options.ranks,
@@ -214,7 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     prove.set_defaults(run=_verify)
     prove.add_argument("algorithm", nargs="*", type=algorithm, help="names, or files of schedules")
     prove.add_argument("--all", action="store_true", help="every algorithm with all its variants and roots")
-    prove.add_argument("--ranks", type=numbers, default=list(range(1, 9)), help="such as 8 or 1-33 or 2,4,8")
+    prove.add_argument("--ranks", type=numbers, help="1-8 if not given; such as 8 or 1-33 or 2,4,8")
     prove.add_argument("--collective", choices=COLLECTIVES)
     prove.add_argument("--slots", type=numbers, default=list(SLOTS), help="messages that a connection holds")
     prove.add_argument("--json", type=output, help="write what was found to this file")
@@ -246,7 +254,7 @@ def _one_algorithm(parser: argparse.ArgumentParser) -> None:
 
 def _sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bytes", type=sizes, default=[1 << 20], help="such as 1M or 1K,1M,1G")
-    parser.add_argument("--itemsize", type=int, default=4, help="bytes of an element")
+    parser.add_argument("--itemsize", type=at_least(1), default=4, help="bytes of an element")
     parser.add_argument("--topology", default="flat", help="flat, nodes:8, rails:8, nodes:8,8,4")
     parser.add_argument("--json", action="store_true")
 

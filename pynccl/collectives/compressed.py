@@ -29,8 +29,9 @@ import numpy as np
 
 from pynccl.abi.errors import InvalidArgumentError, InvalidUsageError
 from pynccl.arrays import Buffer, view
+from pynccl.collectives import codecs
 from pynccl.collectives.codecs import Codec, arrays_of
-from pynccl.collectives.failing import Queued, ends_on_failure
+from pynccl.collectives.failing import Queued, agree, ends_on_failure
 from pynccl.streams import gpu_stream, host_stream
 from pynccl.threadstate import current
 
@@ -101,7 +102,7 @@ class Compressor:
         self._check_array(call, "x", x, written=True)
         self._begin(call, key, x)
         xp, m = arrays_of(x), -(-x.size // n)
-        with self._on(call, x, stream) as (then, place):
+        with self._on(call, x, op, stream) as (then, place):
             rows, total = xp.zeros((n, m), "float32"), xp.empty((1, m), "float32")
             whole = xp.empty((n, m), "float32")
 
@@ -134,7 +135,7 @@ class Compressor:
         m = x.size // n
         out = self._check_out(call, out, x, (x.shape[0] // n, *x.shape[1:]))
         self._begin(call, key, x)
-        with self._on(call, x, stream) as (then, place):
+        with self._on(call, x, op, stream) as (then, place):
             self._scatter(call, x.reshape(n, m), out.reshape(1, m), op, key, then, place)
         return out
 
@@ -149,7 +150,7 @@ class Compressor:
         self._check_contiguous(call, self._check_array(call, "x", x))
         out = self._check_out(call, out, x, (n * x.shape[0], *x.shape[1:]) if x.ndim else (n,))
         self._begin(call, key, x)
-        with self._on(call, x, stream) as (then, place):
+        with self._on(call, x, None, stream) as (then, place):
             self._gather(call, x.reshape(1, x.size), out.reshape(n, x.size), key, then, place)
         return out
 
@@ -224,19 +225,18 @@ class Compressor:
 
     @contextlib.contextmanager
     def _on(
-        self, call: str, x: Array, stream: Any
+        self, call: str, x: Array, op: str | None, stream: Any
     ) -> Iterator[tuple[Callable[[Callable[[], None]], None], dict[str, Any]]]:
         """(then, place) of a call on a stream; on a GPU the stream is CuPy's current one meanwhile."""
         if isinstance(x, np.ndarray):
             queue = host_stream(f"{call} (compressed)", self.comm.library, stream)
             name = f"{call} (compressed)"
-            with ends_on_failure(self.comm, name):
-                if queue is None:
-                    yield _now, {"stream": 0}  # in this thread, whatever stream is current
-                else:
-                    queued = Queued(self.comm, name, queue)
-                    with queued:
-                        yield queued, {"stream": queue}
+            queued = None if queue is None else Queued(self.comm, name, queue)
+            with queued or contextlib.nullcontext():
+                agree(self.comm, name, queue, x.size, op, _format_of(self.codec))
+            with ends_on_failure(self.comm, name), queued or contextlib.nullcontext():
+                # In this thread, whatever stream is current, or on the stream.
+                yield queued or _now, {"stream": queue or 0}
         elif stream is None:
             with ends_on_failure(self.comm, f"{call} (compressed)"):
                 yield _now, {}
@@ -367,6 +367,13 @@ def _check_codec(what: str, codec: Any) -> None:
             f"{what}: codec={codec!r} is no codec; pass Integers(bits=8), Float8(), TopK(1 / 32), or an "
             f"object with {', '.join(parts)} as in pynccl.collectives.codecs.Codec"
         )
+
+
+def _format_of(codec: Any) -> tuple[Any, ...]:
+    """What the bytes of two codecs must have in common: a class of `codecs` that they are, and its fields."""
+    kind = next((of for of in type(codec).__mro__ if of.__module__ == codecs.__name__), type(codec))
+    fields = dataclasses.fields(codec) if dataclasses.is_dataclass(codec) else ()
+    return (kind.__qualname__, *(getattr(codec, field.name) for field in fields))
 
 
 def _norm(arrays: list[Array]) -> float:

@@ -12,6 +12,7 @@ from pynccl.abi.enums import RedOp
 from pynccl.abi.errors import InvalidArgumentError
 from pynccl.collectives.compiled import FUNCTION, Compiled, compile
 from pynccl.collectives.execute import Call, check_call, execute, reduced_elements, reduction_of
+from pynccl.collectives.failing import ends_on_failure
 from pynccl.collectives.reductions import operation_of
 from pynccl.collectives.registry import ALGORITHMS, generate
 from pynccl.collectives.schedule import COLLECTIVES, Schedule
@@ -51,7 +52,8 @@ class PreparedRun:
     def __init__(self, call: Call, comm: Any, stream: Any) -> None:
         reduction = reduction_of(call, comm)  # what does not fit is an error now
         if reduction is not None and reduction.is_function and call.planned.elements:
-            reduction.try_on(reduced_elements(call, comm))
+            with ends_on_failure(comm, call.name):  # as in a call
+                reduction.try_on(reduced_elements(call, comm))
         # The stream is fixed here, as `prepare` says: later the current one may be another.
         queue, handle, _ = comm._where(call.name, stream, call.planned)
         self._call, self._comm = call, comm
@@ -82,7 +84,7 @@ def _executor(comm: Any, call: str, op: Any, root: int | None, algorithm: Any) -
     if not isinstance(schedule, Schedule):
         raise TypeError(
             f"{call}: algorithm must be a name such as 'ring' (the library's) or 'pynccl:ring', or a "
-            f"schedule, not {type(schedule).__name__}"
+            f"schedule, not {type(schedule).__name__}{_slip(schedule)}"
         )
     _check_collective(call, schedule)
     named = isinstance(op, str) or not COLLECTIVES[call].reduces
@@ -95,6 +97,12 @@ def _check_collective(call: str, schedule: Schedule) -> None:
             f"{call}: schedule {schedule.name!r} is one of {schedule.collective}; generate it with "
             f"collective={call!r}"
         )
+
+
+def _slip(given: Any) -> str:
+    if hasattr(given, "build"):
+        return "; pass what its build() returns"
+    return f"; call it: {getattr(given, '__name__', 'f')}(comm.size)" if callable(given) else ""
 
 
 _generated: dict[Any, Schedule] = {}

@@ -25,7 +25,7 @@ from pynccl import gpu
 from pynccl.abi.errors import InvalidArgumentError, InvalidUsageError
 from pynccl.arrays import Buffer as Memory
 from pynccl.arrays import numpy_dtype
-from pynccl.collectives.failing import Queued, ends_on_failure, tag_of, tagged
+from pynccl.collectives.failing import Queued, agree, ends_on_failure
 from pynccl.collectives.flow import flow
 from pynccl.collectives.rounds import Round, rounds
 from pynccl.collectives.schedule import COLLECTIVES, Buffer, Kind, Schedule, check_is_schedule
@@ -81,9 +81,10 @@ def execute(call: Call, comm: Any, stream: Any, *, tried: bool = False) -> Any:
             f"{call.name}: a schedule is a sequence of groups and cannot be inside one; call it outside of "
             "pynccl.group()"
         )
-    if call.planned.elements == 0:
-        return call.planned.result
     queue, handle, hold = comm._where(call.name, stream, call.planned)
+    if call.planned.elements == 0:
+        _agree(call, comm, queue)
+        return call.planned.result
     with contextlib.ExitStack() as stack:
         if comm.on_gpu:
             stack.enter_context(gpu.on_device(comm.device))
@@ -93,12 +94,22 @@ def execute(call: Call, comm: Any, stream: Any, *, tried: bool = False) -> Any:
             run_rounds = _Run(call, comm, reduction, queue, queue if queue is not None else handle)
             if reduction is not None and reduction.is_function and not tried:
                 reduction.try_on(reduced_elements(call, comm))
+        with run_rounds.queued or contextlib.nullcontext():
+            _agree(call, comm, queue)
+        with ends_on_failure(comm, call.name):
             run_rounds()
     if hold:
         gpu_flight.hold(handle or 0, call.planned.buffers)
     if queue is not None:
         queue._flight.hold((call.planned.buffers, run_rounds))
     return call.planned.result
+
+
+def _agree(call: Call, comm: Any, queue: Any) -> None:
+    op = call.op
+    if op is not None and not isinstance(op, str):
+        op = f"ufunc {op.__name__}" if isinstance(op, np.ufunc) else "a function"  # of which nothing is known
+    agree(comm, call.name, queue, call.schedule.digest, call.count, call.memory.element.name, op)
 
 
 # --- the checks of a call, for both executors ---------------------------------------------------------------
@@ -143,7 +154,7 @@ def check_call(
         op.check_schedule(schedule, unchecked=unchecked)
     what = OPERATIONS[schedule.collective]
     premul = what.reduces and isinstance(op, PreMulSum)
-    custom = what.reduces and not premul and not isinstance(op, str)
+    custom = what.reduces and not premul and op is not None and not isinstance(op, str)
     if premul:
         op._check_comm(name, comm)
     elif what.reduces and not custom:
@@ -268,7 +279,7 @@ class Reduction:
         return self._copying
 
     def _copying(self, a: Any, b: Any, out: Any) -> None:
-        result = self._function(a, b)
+        result = self._function(_read_only(a), _read_only(b))
         if getattr(result, "shape", None) != a.shape or result.dtype != a.dtype:
             got = f"{getattr(result, 'dtype', type(result).__name__)}, shape {getattr(result, 'shape', '-')}"
             raise InvalidArgumentError(
@@ -291,6 +302,15 @@ class Reduction:
             ) from error
 
 
+def _read_only(x: Any) -> Any:
+    """What a function of the user's gets: to reduce into an argument would change what others still need."""
+    if not isinstance(x, np.ndarray):
+        return x  # CuPy's arrays are always writable
+    view = x.view()
+    view.flags.writeable = False
+    return view
+
+
 # --- the interpreter ----------------------------------------------------------------------------------------
 
 
@@ -303,9 +323,7 @@ class _Run:
         self._arrays = _module("cupy") if comm.on_gpu else np
         self._dtype = _dtype_of(memory)
         self._reduction = reduction
-        what = call.op if call.op is None or isinstance(call.op, str) else "a function"  # which has no name
-        self._tag = tag_of(comm.library, schedule.digest, call.count, memory.element.name, what)
-        self._queued = None if queue is None else Queued(comm, call.name, queue)
+        self.queued = None if queue is None else Queued(comm, call.name, queue)
         self._taken: list[Any] = []
         count, blocks = call.count, (schedule.in_blocks, schedule.out_blocks)
         scratch = -(-schedule.scratch_chunks // schedule.parts) * count
@@ -318,7 +336,7 @@ class _Run:
     def __call__(self) -> None:
         if self._call.factor is not None:
             self._multiply()
-        with contextlib.nullcontext() if self._queued is None else self._queued:
+        with self.queued or contextlib.nullcontext():
             for one in rounds(self._call.schedule, self._comm.rank):
                 landed = self._exchange(one)
                 if one.local:
@@ -327,10 +345,10 @@ class _Run:
 
     def _do(self, work: Callable[[], None]) -> None:
         """Now, or behind what is on the host stream."""
-        if self._queued is None:
+        if self.queued is None:
             work()
         else:
-            self._queued(work)
+            self.queued(work)
 
     def _multiply(self) -> None:
         """IN becomes memory of the run's own, with what the factor makes of the caller's."""
@@ -353,7 +371,7 @@ class _Run:
         outgoing = [(peer, self._span(*span)) for peer, *span in one.sends]
         if not any(x.size for x in landed) and not any(x.size for _, x in outgoing):
             return landed
-        with tagged(comm.library, self._tag), group():
+        with group():
             for peer, x in outgoing:
                 if x.size:
                     comm.send(x, peer, stream=stream)

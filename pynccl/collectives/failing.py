@@ -1,9 +1,9 @@
 """What a rank does when its part of a run fails midway: the communicator ends, so that nobody goes on wrong.
 
-A run is many messages, and none says to which of several equal calls it belongs. A rank that leaves one
-early and makes the next would pair those messages with what the others still wait for in this one. So an
-exception inside ends the communicator. Messages of calls that differ the host library tells apart by a tag.
-Knows no schedules and no arrays.
+A run is many messages, and none says to which call it belongs. A rank that leaves one early and makes the
+next would pair those messages with what the others still wait for in this one. So an exception inside ends
+the communicator; and before the first message the ranks agree that their calls are the same. Knows no
+schedules and no arrays.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pynccl.abi.enums import Result
-from pynccl.abi.errors import NcclError, RemoteError
+from pynccl.abi.errors import InvalidArgumentError, NcclError, RemoteError
 
-__all__ = ["Queued", "ends_on_failure", "tag_of", "tagged"]
+__all__ = ["Queued", "agree", "ends_on_failure"]
 
 _LEFT = "its communicator"  # what a peer has revoked, aborted or destroyed, in the library's words
 _SOUND = (Result.SUCCESS, Result.IN_PROGRESS)
@@ -37,25 +37,17 @@ def ends_on_failure(comm: Any, call: str) -> Iterator[None]:
         raise
 
 
-def tag_of(library: Any, *what: Any) -> int:
-    """A number of what must be equal at both ends of a message; 0 where the library does not compare it."""
-    return zlib.crc32(repr(what).encode()) or 1 if library.has("pyncclTagMessages") else 0
+def agree(comm: Any, call: str, stream: Any, *what: Any) -> None:
+    """InvalidUsageError on every rank unless all make the same call; nothing has been sent then.
 
-
-@contextlib.contextmanager
-def tagged(library: Any, tag: int) -> Iterator[None]:
-    """Messages that this thread sends or receives in the block must have the same tag at their other end.
-
-    Only the host library can tell; for others the tag is 0 (`tag_of`).
+    ``what`` has the same ``repr`` where calls are the same; the error has its number alone. ``stream`` is a
+    host stream or None. On a stream a disagreement ends the communicator, and ``synchronize`` tells. Only the
+    host library compares; on others this does nothing.
     """
-    if tag == 0:
-        yield
-        return
-    library.pyncclTagMessages(tag)
-    try:
-        yield
-    finally:
-        library.pyncclTagMessages(0)
+    if comm.library.kind == "host":
+        number = zlib.crc32(repr((call, *what)).encode())
+        code = comm.library.pyncclAgree(number, comm._handle, None if stream is None else stream.handle)
+        comm._settle(code, f"{call}: the ranks' calls")
 
 
 class Queued:
@@ -105,6 +97,11 @@ def _end_after(error: BaseException, comm: Any, call: str) -> None:
         error.args = (
             f"{error.args[0]}; {call} ends with its communicator on every rank: an operation or codec "
             "that raised on one of them is a usual reason, and that rank's own error says so",
+            *error.args[1:],
+        )
+    elif isinstance(error, InvalidArgumentError):
+        error.args = (
+            f"{error.args[0]}. This has ended the communicator for all ranks; make a new one",
             *error.args[1:],
         )
     elif hasattr(error, "add_note"):  # Python 3.11

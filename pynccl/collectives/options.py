@@ -14,6 +14,7 @@ from typing import Any
 
 __all__ = ["algorithm", "at_least", "names_of", "numbers", "output", "param", "sizes"]
 
+_MOST_BYTES = 1 << 60
 _MOST = 1 << 20  # numbers of a range: far more than there is time for
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -27,6 +28,8 @@ def sizes(text: str) -> list[int]:
         if not number.isdecimal() or unit not in _UNITS:
             raise argparse.ArgumentTypeError(f"{each!r} is no size; write 4096, 64K, 1M or 2G")
         found.append(int(number) * _UNITS[unit])
+        if found[-1] > _MOST_BYTES:
+            raise argparse.ArgumentTypeError(f"{each!r} is too much; take {_MOST_BYTES} bytes at most")
     return found
 
 
@@ -55,6 +58,8 @@ def at_least(lowest: int) -> Callable[[str], int]:
             value = lowest - 1
         if value < lowest:
             raise argparse.ArgumentTypeError(f"{text!r}: take a whole number, {lowest} or more")
+        if value > _MOST_BYTES:
+            raise argparse.ArgumentTypeError(f"{text!r}: take {_MOST_BYTES} at most")
         return value
 
     return read

@@ -246,6 +246,8 @@ def check_is_schedule(call: str, given: Any) -> None:
         remedy = f"take generate({said(given)}, n), or Schedule.from_json of a file's text"
     elif hasattr(given, "build"):
         remedy = "take what its build() returns"
+    elif callable(given):
+        remedy = f"call it: {getattr(given, '__name__', 'f')}(n)"
     else:
         remedy = "take a Schedule"
     raise TypeError(f"{call}: {said(given)} of type {type(given).__name__} is no schedule; {remedy}")

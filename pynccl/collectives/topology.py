@@ -151,4 +151,6 @@ def parse(text: str, n: int) -> Topology:
         numbers = [int(size) for size in sizes.split(",")]
     except ValueError:
         raise ValueError(f"topology {text!r}: {sizes!r} are not numbers of ranks in each node") from None
+    if max(numbers) > n:
+        raise ValueError(f"topology {text!r}: a node of {max(numbers)} ranks, and there are {n} in all")
     return TOPOLOGIES[kind](n, numbers[0] if len(numbers) == 1 else numbers)

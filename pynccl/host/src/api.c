@@ -187,6 +187,16 @@ static ncclResult_t make_recorded(const pyncclCall_t *call) {
                     (struct call){RECORDED[call->kind].name, call->send, call->recv, call->count, call->dtype, (int)call->op, call->root, call->stream, NULL});
 }
 
+ncclResult_t pyncclAgree(unsigned number, ncclComm_t handle, cudaStream_t stream) {
+  ncclResult_t code;
+  struct ncclComm *comm = comm_enter(handle, "pyncclAgree", true, &code);
+  if (comm == NULL) return group_error(code);
+  struct op op = {.kind = SCHEDULE, .dtype = ncclUint8, .root = (int)number, .comm = comm, .stream = stream, .element = 1};
+  code = submit(&op);
+  comm_leave(comm);
+  return group_error(code);
+}
+
 static bool is_recorded_kind(int kind) { return kind >= 0 && (size_t)kind < sizeof RECORDED / sizeof RECORDED[0]; }
 
 ncclResult_t pyncclCall(const pyncclCall_t *call) {

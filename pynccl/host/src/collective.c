@@ -49,6 +49,10 @@ static uint64_t signature_of(const struct op *op) {
 
 static const char *call_words(uint64_t signature, uint64_t count, char *buffer, size_t size) {
   const enum kind kind = signature & 0xff;
+  if (kind == SCHEDULE && count == 0) { /* one of no elements, or what pyncclAgree is called for */
+    snprintf(buffer, size, "run #%08x", (unsigned)(signature >> 32));
+    return buffer;
+  }
   const int used = snprintf(buffer, size, "%s(count=%llu, %s", kinds[kind].name, (unsigned long long)count, dtype_name(signature >> 8 & 0xff));
   size_t at = (size_t)used < size ? (size_t)used : size - 1;
   if (kinds[kind].reduces) at += snprintf(buffer + at, size - at, ", %s", redop_name(signature >> 16 & 0xff));
@@ -282,7 +286,10 @@ enum progress collective_progress(struct op *op) {
       op->awaited = op->scan;
       return moved ? MOVED : WAITING;
     }
-    if (!agree(op)) return op_finish(op, ncclInvalidUsage);
+    if (!agree(op)) {
+      if (op->kind == SCHEDULE && op->schedule == NULL && !stream_is_default(op->stream)) comm_break(comm, ncclInvalidUsage, "%s", thread_error());
+      return op_finish(op, ncclInvalidUsage);
+    }
     if (op->count == 0) return op_finish(op, ncclSuccess);
     if (op->kind == SCHEDULE) {
       const ncclResult_t code = schedule_begin(op);

@@ -24,13 +24,6 @@ static _Thread_local struct group {
   char error[1024];
 } group;
 
-static _Thread_local unsigned messages_tag;
-
-ncclResult_t pyncclTagMessages(unsigned tag) {
-  messages_tag = tag;
-  return ncclSuccess;
-}
-
 bool in_group(void) { return group.depth > 0; }
 
 ncclResult_t group_error(ncclResult_t code) {
@@ -223,7 +216,6 @@ ncclResult_t submit(struct op *op) {
     free(op->signals);
     return fail(op->comm, code, "%s: %s", kinds[op->kind].name, thread_error());
   }
-  op->tag = messages_tag;
   if (group.depth > 0) return group_add(op) ? ncclSuccess : out_of_memory(op);
   if ((op->kind == SEND || op->kind == RECV) && op->root == op->comm->rank)
     return fail(op->comm, ncclInvalidUsage, "%s: rank %d to itself outside of a group can never complete; put the send and its recv into one group",

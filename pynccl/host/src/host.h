@@ -303,7 +303,6 @@ struct op {
   ncclDataType_t dtype;
   enum reduce_op redop;
   int root; /* or the peer of a message, or the fingerprint of a schedule */
-  unsigned tag; /* of a message: see pyncclTagMessages */
   struct ncclComm *comm;
   void *stream;
   const void *send;

@@ -247,8 +247,6 @@ NCCL_API const char *pyncclVersion(void);
 NCCL_API ncclResult_t pyncclSetTimeout(ncclComm_t comm, double seconds);
 NCCL_API ncclResult_t pyncclCommName(ncclComm_t comm, const char **name); /* lives as long as the communicator */
 NCCL_API ncclResult_t pyncclSetInterruptCheck(int (*check)(void));
-NCCL_API ncclResult_t pyncclTagMessages(unsigned tag); /* of this thread's sends and receives from now on: both ends must have the same,
- * or it ends the communicator. 0: none */
 NCCL_API ncclResult_t pyncclStreamCreate(void **stream);
 NCCL_API ncclResult_t pyncclStreamDestroy(void *stream);
 NCCL_API ncclResult_t pyncclStreamSynchronize(void *stream, double timeout);
@@ -262,6 +260,10 @@ NCCL_API ncclResult_t pyncclEventDestroy(void *event);
 NCCL_API ncclResult_t pyncclEventRecord(void *event, void *stream);
 NCCL_API ncclResult_t pyncclEventSynchronize(void *event, double timeout);
 NCCL_API ncclResult_t pyncclEventQuery(void *event);
+
+/* An operation that moves nothing: all ranks have called it with the same number, or all get the same error. What comes behind it on a stream
+ * cannot be called back, so there a disagreement also breaks the communicator. For calls that are made of many, before the first of them. */
+NCCL_API ncclResult_t pyncclAgree(unsigned number, ncclComm_t comm, cudaStream_t stream);
 
 /* Collectives from a record: one pointer to pass, for callers to whom every argument costs something. */
 enum { pyncclAllReduce, pyncclReduce, pyncclReduceScatter, pyncclBroadcast, pyncclAllGather, pyncclGather, pyncclScatter, pyncclAlltoAll };

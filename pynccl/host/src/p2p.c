@@ -29,7 +29,7 @@ static enum progress broken(struct op *op, ncclResult_t code) {
 static void announce(struct op *op) {
   struct channel *channel = channel_for(op);
   struct post *post = sending(op) ? &channel->sends[op->ticket & 1] : &channel->recvs[op->ticket & 1];
-  post->signature = (uint64_t)op->dtype | (uint64_t)op->tag << 32;
+  post->signature = op->dtype;
   post->count = op->count;
   post->recv_at = NOT_MAPPED;
   if (!sending(op) && op->comm->mappable && op->bytes > op->comm->layout.p2p_chunk && heap_descriptor() >= 0) {
@@ -40,9 +40,7 @@ static void announce(struct op *op) {
 }
 
 static const char *end_words(const struct post *post, const char *call, int peer, char *buffer, size_t size) {
-  char of[24] = "";
-  if (post->signature >> 32 != 0) snprintf(of, sizeof of, ", of run #%08x", (unsigned)(post->signature >> 32));
-  snprintf(buffer, size, "%s(count=%llu, %s, peer=%d%s)", call, (unsigned long long)post->count, dtype_name((int)(post->signature & 0xff)), peer, of);
+  snprintf(buffer, size, "%s(count=%llu, %s, peer=%d)", call, (unsigned long long)post->count, dtype_name((int)post->signature), peer);
   return buffer;
 }
 
@@ -117,11 +115,7 @@ enum progress message_progress(struct op *op) {
       op->awaited = op->root;
       return moved ? MOVED : WAITING;
     }
-    if (!agree(op, send, recv)) {
-      /* Of a run more depends on a message than its two ends know. */
-      if ((send->signature | recv->signature) >> 32 != 0) comm_break(comm, ncclInvalidUsage, "%s", thread_error());
-      return op_finish(op, ncclInvalidUsage);
-    }
+    if (!agree(op, send, recv)) return op_finish(op, ncclInvalidUsage);
     plan(op, recv);
     op->awaited = op->root;
     op->phase = RUNNING;
