@@ -15,7 +15,7 @@ import pytest
 import pynccl
 from examples import compressed_training
 from examples.compressed_training import CODECS, FEATURES
-from pynccl.abi.errors import InvalidArgumentError, InvalidUsageError
+from pynccl.abi.errors import InvalidArgumentError, InvalidUsageError, NcclError
 from pynccl.collectives import Compressed, Compressor, Float8, Integers, TopK
 from pynccl.testing import run_ranks
 
@@ -542,5 +542,30 @@ def test_ranks_that_differ_in_a_call_learn_it_before_a_message_and_go_on(call: A
         with pytest.raises(InvalidUsageError, match="differs between ranks"):
             call(comm, x)
         assert (comm.all_reduce(np.ones(3)) == 2).all()
+
+    ranks(2, one)
+
+
+def test_a_non_blocking_communicator_is_waited_for():
+    def one(comm: Any) -> None:
+        with comm.split(0, config={"blocking": 0}) as child:
+            child.wait(30)
+            compressor = without_feedback(child)
+            assert (compressor.all_reduce(np.full(300, comm.rank + 1.0, "f4")) == 3).all()
+            assert (compressor.reduce_scatter(np.full(300, comm.rank + 1.0, "f4")) == 3).all()
+            gathered = compressor.all_gather(np.full(300, comm.rank + 1.0, "f4"))
+            assert gathered.reshape(2, 300)[:, 7].tolist() == [1, 2]
+
+    ranks(2, one)
+
+
+def test_on_a_non_blocking_communicator_a_disagreement_ends_it():
+    def one(comm: Any) -> None:
+        with comm.split(0, config={"blocking": 0}) as child:
+            child.wait(30)
+            with pytest.raises(NcclError, match="differs between ranks"):
+                without_feedback(child).all_reduce(np.ones(300 + comm.rank, "f4"))
+                child.wait(30)
+            child.abort()
 
     ranks(2, one)

@@ -178,6 +178,7 @@ class Compressor:
         then(lambda: self._encode((f"{call}, contributions", key), rows, packed))
         if n > 1 and packed.size:
             self.comm.all_to_all(packed, arrived, **place)
+            self._await(then)
         self._count((n - 1) * packed.shape[1], (n - 1) * m)
 
         def finish() -> None:
@@ -197,12 +198,18 @@ class Compressor:
         then(lambda: self._encode((f"{call}, result", key), row, packed))
         if n > 1 and packed.size:
             self.comm.all_gather(packed, arrived, **place)
+            self._await(then)
         self._count((n - 1) * packed.shape[1], (n - 1) * m)
 
         def finish() -> None:
             whole[...] = self.codec.decode(arrived, m)
 
         then(finish)
+
+    def _await(self, then: Any) -> None:
+        """A non-blocking communicator may not even have begun, and what reads the result is to follow."""
+        if then is _now and not self.comm._blocking:
+            self.comm.wait()
 
     def _encode(self, key: tuple[str, Any], rows: Array, packed: Array) -> None:
         """The rows with what was left out before; what is left out now is kept."""

@@ -287,7 +287,8 @@ enum progress collective_progress(struct op *op) {
       return moved ? MOVED : WAITING;
     }
     if (!agree(op)) {
-      if (op->kind == SCHEDULE && op->schedule == NULL && !stream_is_default(op->stream)) comm_break(comm, ncclInvalidUsage, "%s", thread_error());
+      const bool waits = stream_is_default(op->stream) && comm->blocking;
+      if (op->kind == SCHEDULE && op->schedule == NULL && !waits) comm_break(comm, ncclInvalidUsage, "%s", thread_error());
       return op_finish(op, ncclInvalidUsage);
     }
     if (op->count == 0) return op_finish(op, ncclSuccess);

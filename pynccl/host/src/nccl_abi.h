@@ -261,8 +261,8 @@ NCCL_API ncclResult_t pyncclEventRecord(void *event, void *stream);
 NCCL_API ncclResult_t pyncclEventSynchronize(void *event, double timeout);
 NCCL_API ncclResult_t pyncclEventQuery(void *event);
 
-/* An operation that moves nothing: all ranks have called it with the same number, or all get the same error. What comes behind it on a stream
- * cannot be called back, so there a disagreement also breaks the communicator. For calls that are made of many, before the first of them. */
+/* An operation that moves nothing: all ranks have called it with the same number, or all get the same error. What comes behind it on a stream,
+ * or on a non-blocking communicator, cannot be called back, so there a disagreement also breaks the communicator. For calls that are made of many, before the first of them. */
 NCCL_API ncclResult_t pyncclAgree(unsigned number, ncclComm_t comm, cudaStream_t stream);
 
 /* Collectives from a record: one pointer to pass, for callers to whom every argument costs something. */
