@@ -115,9 +115,13 @@ def test_a_span_needs_both_ends() -> None:
 
 def test_a_step_of_a_rank_that_is_not_there_is_refused() -> None:
     b = Builder("mine", "all_reduce", 2)
-    b.copy(2, IN[0], OUT[0])
-    with pytest.raises(ValueError, match="mine: a step of a rank that is not one of 2"):
-        b.build()
+    with pytest.raises(ValueError, match=r"mine: copy: rank is 2; ranks are 0 to 1"):
+        b.copy(2, IN[0], OUT[0])
+    with pytest.raises(ValueError, match=r"mine: copy: rank is -1; ranks are 0 to 1"):
+        b.copy(b.ranks - 1, IN[0], OUT[0])
+    with pytest.raises(ValueError, match=r"mine: send: peer is 2; ranks are 0 to 1 \(a neighbour is"):
+        b.send(b.ranks, b.ranks + 1, IN[0])
+    assert len(list(b.build())[0]) == 0
 
 
 def test_schedules_are_equal_when_they_say_the_same() -> None:

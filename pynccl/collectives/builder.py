@@ -241,6 +241,8 @@ class Builder:
                 values[name] = (_flags if name == "left" else _whole)(value)
             except ValueError as error:
                 raise ValueError(f"{call}: {name} {error}") from None
+        for name in ("rank", "peer") if kind in _MESSAGES else ("rank",):
+            _check_ranks(f"{call}: {name}", values[name], self.n)
         shape = _shape(call, values)
         lengths = [values.pop(f"{end}_chunks") for end in ("src", "dst") if f"{end}_chunks" in values]
         _check_lengths(call, lengths[0], lengths[-1])
@@ -257,8 +259,6 @@ class Builder:
         """The schedule: each rank's steps, by round and then in the order in which they were added."""
         rows = np.concatenate(self._rows) if self._rows else np.empty(0, dtype=COLUMNS)
         rank_of = np.concatenate(self._rank_of) if self._rank_of else np.empty(0, dtype=np.int64)
-        if len(rank_of) and not (0 <= rank_of.min() and rank_of.max() < self.n):
-            raise ValueError(f"{self._head['name']}: a step of a rank that is not one of {self.n}")
         order = stable_order(rank_of, rows["round"])
         first = np.concatenate([[0], np.cumsum(np.bincount(rank_of, minlength=self.n))]).astype(np.int64)
         whole = np.dtype((np.void, COLUMNS.itemsize))  # 15 times faster to gather than fields
@@ -274,6 +274,19 @@ _CALLS = {
     Kind.COPY: "copy",
     Kind.REDUCE: "reduce",
 }
+
+
+_MESSAGES = (Kind.SEND, Kind.RECV, Kind.RECV_REDUCE)
+
+
+def _check_ranks(call: str, value: Any, n: int) -> None:
+    """ValueError unless all are ranks."""
+    lowest, highest = (
+        (value, value) if isinstance(value, int) else (value.min(initial=0), value.max(initial=0))
+    )
+    if not 0 <= lowest <= highest < n:
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(f"{call} is {wrong}; ranks are 0 to {n - 1} (a neighbour is (rank + 1) % n)")
 
 
 def _shape(call: str, values: dict[str, Any]) -> tuple[int, ...]:
