@@ -79,7 +79,9 @@ class Records:
         return {op.value: self._record(what, root, op.value) for op in ReduceOp}  # which ReduceOp equals
 
     def _record(self, what: Operation, root: int, op: str | None) -> ctypes.c_void_p:
-        table = self._elements.setdefault(op, elements(op))
+        if op not in self._elements:
+            self._elements[op] = elements(op)
+        table = self._elements[op]
         record = pyncclArrayCall_t(
             size=ctypes.sizeof(pyncclArrayCall_t),
             layout=self._layout,

@@ -1,5 +1,5 @@
-/* The waiting loop. run() drives operations until all are complete; between rounds without progress it spins while that can help
- * (a rank a core), then yields, then sleeps, and it looks after what must end a wait: the deadline, an abort, a failure that a peer
+/* The waiting loop. run() drives operations until all are complete; between rounds without progress it spins where that can help
+ * (a rank a core) and else yields, then sleeps, and it looks after what must end a wait: the deadline, an abort, a failure that a peer
  * reported, a peer that died, Ctrl-C. */
 #include <errno.h>
 #include <poll.h>
@@ -16,7 +16,7 @@
 
 /* Why not a futex: a publisher would have to fence and look at a "sleeping" word of each peer after every store (20 ns and more on the
  * fast path). A sleeper that has already waited SLEEP_AFTER loses at most SLEEP more: a few per cent of what it waited. */
-#define SPINS 3000           /* pauses: about 40 us here */
+#define SPINS 3000           /* pauses before the first look at the clock: about 40 us here */
 #define SPINS_ON_ONE_CORE 32 /* before a look at who shares this core */
 #define SLEEP_AFTER 2e-3     /* seconds of yielding before the first sleep */
 /* A core that sleeps is given what waits on another: the very rank that is waited for, when that one shares its core with another process.
