@@ -22,9 +22,9 @@ from .group import Deferred, nothing
 from .operations import OPERATIONS, Operation, Plan, check_rank, plan, plan_message
 from .premul import PreMulSum
 from .prepared import Prepared
-from .quick import NOT_TAKEN, Records
+from .quick import CLOSED, NOT_TAKEN, Records, Take
 from .streams import Stream, gpu_stream, host_stream
-from .threadstate import current
+from .threadstate import busy, current
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE, ALL_TO_ALL, GATHER, SCATTER = OPERATIONS.values()
 
@@ -32,7 +32,7 @@ ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE, ALL_TO_ALL, GATHER, S
 class Collectives(Core):
     """What a Communicator does with data."""
 
-    _quick_all_reduce: Any  # the records: see quick.Records
+    _quick_all_reduce: Any  # see quick.Records
     _quick_all_gather: Any
     _quick_reduce_scatter: Any
     _quick_broadcast: Any
@@ -57,9 +57,9 @@ class Collectives(Core):
         >>> comm.all_reduce(np.full(4, comm.rank, "f4"))       # doctest: +SKIP
         """
         # The quick path, for the calls that hot loops make: see quick.py.
-        if stream is None and algorithm is None and not current.busy:
+        if stream is None and algorithm is None and not (busy and current.busy):
             try:
-                code = self._take(self._quick_all_reduce[op], x, out)
+                code = self._quick_all_reduce[op](x, out)
             except (KeyError, TypeError):  # no such operation or root; the general path says so
                 code = NOT_TAKEN
             if code >= 0:
@@ -74,8 +74,8 @@ class Collectives(Core):
         ``out``, if given, has size times the elements of ``x``; ``x`` may be this rank's block of it (in
         place).
         """
-        if stream is None and algorithm is None and not current.busy:
-            code = self._take(self._quick_all_gather, x, out)
+        if stream is None and algorithm is None and not (busy and current.busy):
+            code = self._quick_all_gather(x, out)
             if code >= 0:
                 if code:
                     self._settle(code, "all_gather (ncclAllGather)", (x, out))
@@ -89,9 +89,9 @@ class Collectives(Core):
 
         ``out``, if given, has 1/size of the elements; it may be this rank's block of ``x`` (in place).
         """
-        if stream is None and algorithm is None and not current.busy:
+        if stream is None and algorithm is None and not (busy and current.busy):
             try:
-                code = self._take(self._quick_reduce_scatter[op], x, out)
+                code = self._quick_reduce_scatter[op](x, out)
             except (KeyError, TypeError):  # no such operation or root; the general path says so
                 code = NOT_TAKEN
             if code >= 0:
@@ -104,9 +104,9 @@ class Collectives(Core):
         self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, algorithm: Any = None
     ) -> Any:
         """Every rank gets the root's ``x``: in ``x``, or in ``out`` (``x`` may be None elsewhere)."""
-        if type(root) is int and stream is None and algorithm is None and not current.busy:
+        if type(root) is int and stream is None and algorithm is None and not (busy and current.busy):
             try:
-                code = self._take(self._quick_broadcast[root], x, out)
+                code = self._quick_broadcast[root](x, out)
             except (KeyError, TypeError):  # no such operation or root; the general path says so
                 code = NOT_TAKEN
             if code >= 0:
@@ -129,9 +129,9 @@ class Collectives(Core):
 
         Returns it on the root and None elsewhere, where ``x`` stays as it is and ``out`` is not used.
         """
-        if type(root) is int and stream is None and algorithm is None and not current.busy:
+        if type(root) is int and stream is None and algorithm is None and not (busy and current.busy):
             try:
-                code = self._take(self._quick_reduce[root][op], x, out)
+                code = self._quick_reduce[root][op](x, out)
             except (KeyError, TypeError):  # no such operation or root; the general path says so
                 code = NOT_TAKEN
             if code >= 0:
@@ -145,8 +145,8 @@ class Collectives(Core):
 
         ``x`` and ``out`` are (size * k, ...) and must not overlap.
         """
-        if stream is None and algorithm is None and not current.busy:
-            code = self._take(self._quick_all_to_all, x, out)
+        if stream is None and algorithm is None and not (busy and current.busy):
+            code = self._quick_all_to_all(x, out)
             if code >= 0:
                 if code:
                     self._settle(code, "all_to_all (ncclAlltoAll)", (x, out))
@@ -157,9 +157,9 @@ class Collectives(Core):
         self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, algorithm: Any = None
     ) -> Any:
         """The root gets ``x`` of all ranks as in ``all_gather``; elsewhere None, and ``out`` is not used."""
-        if type(root) is int and stream is None and algorithm is None and not current.busy:
+        if type(root) is int and stream is None and algorithm is None and not (busy and current.busy):
             try:
-                code = self._take(self._quick_gather[root], x, out)
+                code = self._quick_gather[root](x, out)
             except (KeyError, TypeError):  # no such operation or root; the general path says so
                 code = NOT_TAKEN
             if code >= 0:
@@ -176,9 +176,9 @@ class Collectives(Core):
         Off the root ``x`` is not read: pass None and ``out``, or an array of the root's shape to size the
         result.
         """
-        if type(root) is int and stream is None and algorithm is None and not current.busy:
+        if type(root) is int and stream is None and algorithm is None and not (busy and current.busy):
             try:
-                code = self._take(self._quick_scatter[root], x, out)
+                code = self._quick_scatter[root](x, out)
             except (KeyError, TypeError):  # no such operation or root; the general path says so
                 code = NOT_TAKEN
             if code >= 0:
@@ -393,14 +393,23 @@ class Collectives(Core):
                 self._token = gpu.empty(1, "uint8") if self.on_gpu else np.zeros(1, "uint8")
         return self._token
 
-    def _opened(self) -> None:
-        records = None
-        if self.library.kind == "host" and self._blocking:  # the quick path is for calls that wait
-            records = Records(self.library, self._handle or 0, self.rank, self.size)
-            self._take = records.call
-        for name in OPERATIONS:
-            setattr(self, f"_quick_{name}", {} if records is None else records.by_name[name])
-        self._records = records
+    def _open_quick_path(self) -> None:
+        """For calls that wait; without those that a table of algorithms (`_selection`) has a schedule for."""
+        self._close_quick_path()
+        if self.library.kind != "host" or not self._blocking:
+            return
+        self._records = Records(self.library, self._handle or 0, self.rank, self.size, self._choosing)
+        self._take_by(self._records.by_name)
+
+    def _choosing(self, name: str, take: Take) -> Take:
+        return take if self._selection is None else self._selection.quick(name, take, self.size)
+
+    def _close_quick_path(self) -> None:
+        self._take_by(CLOSED)
+
+    def _take_by(self, tables: dict[str, Any]) -> None:
+        for name, table in tables.items():
+            setattr(self, f"_quick_{name}", table)
 
 
 def _is_schedule(algorithm: Any) -> bool:

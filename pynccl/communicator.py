@@ -133,7 +133,8 @@ class Communicator(Objects, OneSided, Derivation):
         except BaseException:
             self.abort()
             raise
-        self._selection, self._take = table, table.quick(self._take, self.size)
+        self._selection = table
+        self._open_quick_path()
 
     @classmethod
     def init_all(

@@ -27,7 +27,6 @@ from .config import communicator_config, is_blocking
 from .flight import keep_for_ever
 from .group import Deferred
 from .operations import Place
-from .quick import not_taken
 from .threadstate import current
 from .timeouts import check_patience, check_timeout, timeout_from_environment
 
@@ -54,8 +53,6 @@ class Core:
     """Whether calls take arrays in GPU memory."""
     _place: Place
     """Rank, size and device together: what the checks of a call look at."""
-    _take: Callable[[Any, Any, Any], int]
-    """Makes a call of a record (quick.py) with two arrays; ``not_taken`` where the quick path is closed."""
     _handle: int | None
     _ended: str | None
     _flushed: bool
@@ -233,7 +230,7 @@ class Core:
     def _end(self, ended: str) -> None:
         """From now on every use is an error that says ``ended``."""
         self._ended, self._handle = ended, None
-        self._take = not_taken
+        self._close_quick_path()
         for owned in self._owned:
             owned._invalidate()  # it went with the communicator
         for prepared in list(self._prepared):
@@ -322,7 +319,7 @@ class Core:
         self._in_progress: list[Any] = []
         self._owned: dict[Any, None] = {}
         self._prepared: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._take = not_taken
+        self._close_quick_path()
         self._algorithms: dict[str, Any] = {}
         self._selection: Any = None  # a pynccl.collectives.tune.Selection; never inherited
         self._token: Any = None
@@ -399,10 +396,13 @@ class Core:
             called = ctypes.c_char_p()
             self._settle(lib.pyncclCommName(handle, ctypes.byref(called)), "Communicator (pyncclCommName)")
             self._called = (called.value or b"").decode(errors="replace")
-        self._opened()
+        self._open_quick_path()
 
-    def _opened(self) -> None:
+    def _open_quick_path(self) -> None:
         """The communicator can be used from now on."""
+
+    def _close_quick_path(self) -> None:
+        """It cannot."""
 
     def _ask(self, function: Any) -> int:
         value = ctypes.c_int()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .abi.enums import Result
@@ -12,7 +13,7 @@ from .group import Deferred, nothing
 from .operations import Operation, Plan
 from .quick import function_of_record, record_of
 from .streams import Stream
-from .threadstate import current
+from .threadstate import busy, current
 
 if TYPE_CHECKING:
     from .abi.library import Library
@@ -24,7 +25,6 @@ class Prepared:
 
     __slots__ = (
         "__weakref__",
-        "_arguments",
         "_comm",
         "_function",
         "_held",
@@ -46,7 +46,7 @@ class Prepared:
         queue: Stream | None,
         hold: bool,
     ) -> None:
-        self._function, self._arguments, kept = _made(comm.library, what, function, arguments)
+        self._function, kept = _made(comm.library, what, function, arguments)
         self._comm: Core = comm
         self._name = f"{what.name} ({function})"
         self._queue, self._hold, self._stream = queue, hold, arguments[-1]
@@ -56,14 +56,14 @@ class Prepared:
 
     def __call__(self) -> Any:
         """Run the collective; returns its result (the same array each time), as the plain call does."""
-        if current.group is not None:
+        if busy and current.group is not None:
             self._comm._check_open(self._name)
             current.group._add(
                 Deferred(self._comm.library, self._comm, self._name, self._make, self._done, nothing, self)
             )
             return self.result
         if self._waits:
-            code = self._function(*self._arguments)
+            code = self._function()
             if code:
                 self._comm._settle(code, self._name, self)
         else:
@@ -77,7 +77,7 @@ class Prepared:
         self._function = self._refuse
 
     def _make(self) -> int:
-        return self._function(*self._arguments)
+        return self._function()
 
     def _done(self, code: int) -> None:
         if code not in (0, Result.IN_PROGRESS):
@@ -89,7 +89,7 @@ class Prepared:
         if self._hold:
             gpu_flight.hold(self._stream or 0, self)
 
-    def _refuse(self, *arguments: Any) -> int:
+    def _refuse(self) -> int:
         self._comm._check_open(self._name)
         raise AssertionError("an ended communicator is open")
 
@@ -99,15 +99,16 @@ class Prepared:
 
 def _made(
     library: Library, what: Operation, function: str, arguments: tuple[Any, ...]
-) -> tuple[Callable[..., int], tuple[Any, ...], Any]:
-    """What to call, with what, and what must live as long. Ready objects of ctypes pass through quickly."""
+) -> tuple[Callable[[], int], Any]:
+    """What makes the call, and what must live as long."""
     if library.kind == "host" and function == what.function:
-        record = record_of(what, arguments)  # 0.15 us instead of 0.45 for seven arguments
-        return function_of_record(library), (ctypes.c_void_p(ctypes.addressof(record)),), record
+        record = record_of(what, arguments)
+        return function_of_record(library, record), record
     made = getattr(library, function)
     last: tuple[Any, ...] = ()
     if function.endswith("Config"):
         *before, config, handle = arguments
         arguments, last = (*before, handle), (ctypes.byref(config),)
     types = made.argtypes[: len(arguments)]
-    return made, tuple(kind(value) for kind, value in zip(types, arguments, strict=True)) + last, None
+    ready = [kind(value) for kind, value in zip(types, arguments, strict=True)]  # they pass through quickly
+    return partial(made, *ready, *last), None

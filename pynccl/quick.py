@@ -1,10 +1,10 @@
 """The quick path of calls on NumPy arrays: the host library looks at the arrays itself.
 
-In Python it takes a microsecond to ask an array for its address, length and dtype, and every argument of a
-ctypes call costs something; a small all-reduce in shared memory takes a third of that. So a communicator of
-the host library keeps a record of each kind of call, and passes it with the arrays, as objects: the record
-says where in them the address, the lengths and the dtype are. What is not of the plainest kind is *not
-taken*, and goes the general way (`operations.plan`).
+In Python it takes a microsecond to ask an array for its address, length and dtype, and a ctypes call takes
+half a one; a small all-reduce in shared memory takes a fifth. So a communicator of the host library keeps a
+record of each kind of call, which says where in an array object the address, the lengths and the dtype are.
+Of a record the library makes a function of Python's own, which takes the arrays as objects. What is not of
+the plainest kind is *not taken*, and goes the general way (`operations.plan`).
 
 How an array object lies in memory is NumPy's C interface (``PyArrayObject_fields``), and older than Python 3.
 It is checked on real arrays nevertheless before it is used; if it does not hold, nothing is ever taken.
@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .abi.types import pyncclArrayCall_t, pyncclCall_t, pyncclElement_t, pyncclLayout_t
+from .abi.types import pyncclArrayCall_t, pyncclCall_t, pyncclElement_t, pyncclLayout_t, pyncclPython_t
 from .elements import ELEMENTS, ElementType, ReduceOp
 from .operations import OPERATIONS, Operation
 
 if TYPE_CHECKING:
     from .abi.library import Library
 
-__all__ = ["KINDS", "NOT_TAKEN", "Records", "function_of_record", "not_taken", "record_of"]
+__all__ = ["CLOSED", "KINDS", "NOT_TAKEN", "Records", "Take", "function_of_record", "not_taken", "record_of"]
 
 NOT_TAKEN = -1
 KINDS = {
@@ -37,48 +37,62 @@ KINDS = {
 }
 """The numbers that a record has for the collectives."""
 
+Take = Callable[[Any, Any], int]
+"""``take(x, out)`` makes a call; it returns the library's result code, or NOT_TAKEN with nothing done."""
+
 _C_CONTIGUOUS, _WRITEABLE = 0x1, 0x400  # NumPy's flags
 
 
-def not_taken(record: Any, x: Any, out: Any) -> int:
-    """What stands for the library's function where the quick path is closed."""
+def not_taken(x: Any, out: Any) -> int:
+    """What stands for a collective's function where the quick path is closed."""
     return NOT_TAKEN
 
 
-class Records:
-    """A communicator's records, by what their method has at hand. ``call(record, x, out)`` makes the call.
+CLOSED: dict[str, Any] = {
+    what.name: {} if what.rooted or what.reduces else not_taken for what in OPERATIONS.values()
+}
+"""By collective: what stands for `Records.by_name` where the quick path is closed."""
 
-    ``call`` returns NOT_TAKEN, with nothing done, or the library's result code.
+
+def _as_it_is(name: str, take: Take) -> Take:
+    return take
+
+
+class Records:
+    """A communicator's quick calls. ``by_name`` has them by collective, and then by what a method has at
+    hand: by operation, by root, or by root and then operation, where there are any; each is a `Take`.
+
+    ``wrap``, with a collective's name and a call, makes what is kept for it.
     """
 
-    def __init__(self, library: Library, comm: int, rank: int, size: int) -> None:
-        self._comm, self._rank, self._size = comm, rank, size
+    def __init__(
+        self,
+        library: Library,
+        comm: int,
+        rank: int,
+        size: int,
+        wrap: Callable[[str, Take], Take] = _as_it_is,
+    ) -> None:
+        self._library, self._comm, self._rank, self._size, self._wrap = library, comm, rank, size, wrap
         self._kept: list[Any] = []  # records are passed by address
         self._elements: dict[str | None, Any] = {}
         layout = array_layout()
-        self.call: Callable[[Any, Any, Any], int] = not_taken
+        self.by_name = CLOSED
         if layout is not None:
             self._layout = ctypes.pointer(layout)
-            function = library.pyncclCallArrays
-            self.call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.py_object, ctypes.py_object)(
-                ctypes.cast(function, ctypes.c_void_p).value or 0
-            )
-        self.by_name: dict[str, Any] = {
-            what.name: self._of(what) if layout is not None else {} for what in OPERATIONS.values()
-        }
+            self.by_name = {what.name: self._of(what) for what in OPERATIONS.values()}
 
     def _of(self, what: Operation) -> Any:
-        """A record; by operation, by root, or by root and then operation, where a collective has them."""
         if what.rooted:
             return _ByRoot(self._size, lambda root: self._at(what, root))
         return self._at(what, 0)
 
     def _at(self, what: Operation, root: int) -> Any:
         if not what.reduces:
-            return self._record(what, root, None)
-        return {op.value: self._record(what, root, op.value) for op in ReduceOp}  # which ReduceOp equals
+            return self._take(what, root, None)
+        return {op.value: self._take(what, root, op.value) for op in ReduceOp}  # which ReduceOp equals
 
-    def _record(self, what: Operation, root: int, op: str | None) -> ctypes.c_void_p:
+    def _take(self, what: Operation, root: int, op: str | None) -> Take:
         if op not in self._elements:
             self._elements[op] = elements(op)
         table = self._elements[op]
@@ -94,7 +108,7 @@ class Records:
             comm=self._comm,
         )
         self._kept.append(record)
-        return ctypes.c_void_p(ctypes.addressof(record))
+        return self._wrap(what.name, _function(self._library.pyncclFunctionOfArrays, record))
 
 
 class _ByRoot(dict[int, Any]):
@@ -110,10 +124,23 @@ class _ByRoot(dict[int, Any]):
         return made
 
 
-def function_of_record(library: Library) -> Callable[[Any], int]:
-    """``pyncclCall``, to be called with what ``ctypes.byref`` or a ``c_void_p`` makes of a pyncclCall_t."""
-    # Without argtypes nothing is converted: 0.15 us. It releases the GIL as others do.
-    return ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.cast(library.pyncclCall, ctypes.c_void_p).value or 0)
+def function_of_record(library: Library, record: pyncclCall_t) -> Callable[[], int]:
+    """What makes the call of the record, which must live as long, and returns the library's result code."""
+    return _function(library.pyncclFunctionOfCall, record)
+
+
+def _function(maker: Any, record: ctypes.Structure) -> Any:
+    """The function that the library makes of a record: called as one of Python's own, not by ctypes."""
+    prototype = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_object)
+    make = prototype(ctypes.cast(maker, ctypes.c_void_p).value or 0)
+    return make(ctypes.byref(_python_interface()), ctypes.addressof(record))
+
+
+@cache
+def _python_interface() -> pyncclPython_t:
+    names = [field[0] for field in pyncclPython_t._fields_ if field[0].startswith("Py")]
+    made = {name: ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value for name in names}
+    return pyncclPython_t(size=ctypes.sizeof(pyncclPython_t), **made)
 
 
 def record_of(what: Operation, arguments: Sequence[Any]) -> pyncclCall_t:

@@ -181,7 +181,7 @@ def test_calls_that_the_table_leaves_to_the_library_take_the_quick_path():
 
 def test_a_table_that_never_chooses_a_schedule_costs_nothing():
     def one(comm: Any) -> None:
-        assert comm._take is comm._records.call
+        assert comm._quick_all_gather.__self__ > 0  # the library's own
 
     with_table(2, table(2, choices={"all_reduce": ((1000, "library"),)}), one)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import pynccl
 from pynccl import quick
 from pynccl.abi.enums import Result
 from pynccl.abi.types import pyncclArrayCall_t, pyncclCall_t
-from pynccl.quick import NOT_TAKEN, not_taken
+from pynccl.quick import NOT_TAKEN
 from pynccl.testing import run_ranks
 
 Comm = Any
@@ -124,7 +125,6 @@ def outcome(comm: Comm, name: str, make: Make) -> tuple[Any, ...]:
 
 
 def both_ways(comm: Comm, cases: list[tuple[str, Make]]) -> list[tuple[Any, Any, int]]:
-    take = comm._take
     general = comm._run
     taken = [0]
 
@@ -138,9 +138,9 @@ def both_ways(comm: Comm, cases: list[tuple[str, Make]]) -> list[tuple[Any, Any,
         taken[0] = 0
         quick = outcome(comm, name, make)
         of_quick = taken[0]
-        comm._take = not_taken
+        comm._close_quick_path()
         slow = outcome(comm, name, make)
-        comm._take = take
+        comm._open_quick_path()
         told.append((quick, slow, of_quick))
     del comm._run
     return told
@@ -172,7 +172,7 @@ def test_an_array_object_that_is_otherwise_closes_the_quick_path(
     monkeypatch.setattr(quick, "array_layout", lambda: None)
     with pynccl.init(library="host") as comm:
         x = np.arange(4.0)
-        assert comm._take(comm._quick_all_reduce, x, None) == NOT_TAKEN
+        assert comm._quick_all_gather(x, None) == NOT_TAKEN
         assert comm.all_reduce(x) is x
         assert comm.all_gather(x).tolist() == x.tolist()
 
@@ -190,18 +190,82 @@ def test_an_ended_communicator_takes_nothing() -> None:
             made()
 
 
+def function_of_arrays(comm: Comm, record: pyncclArrayCall_t) -> Any:
+    return quick._function(comm.library.pyncclFunctionOfArrays, record)
+
+
 @pytest.mark.parametrize("size", [0, 1, 1000])
 def test_a_record_of_another_version_is_refused(size: int) -> None:
     with pynccl.init(library="host") as comm:
-        record = pyncclCall_t(size=size, comm=comm.handle)
+        record, of_arrays = pyncclCall_t(size=size, comm=comm.handle), pyncclArrayCall_t(size=size)
         assert comm.library.pyncclCall(ctypes.byref(record)) == Result.INVALID_ARGUMENT
-        assert (
-            comm.library.pyncclCallArrays(ctypes.byref(pyncclArrayCall_t(size=size)), None, None) == NOT_TAKEN
-        )
+        assert quick.function_of_record(comm.library, record)() == Result.INVALID_ARGUMENT
+        assert function_of_arrays(comm, of_arrays)(np.ones(3), None) == NOT_TAKEN
 
 
 @pytest.mark.parametrize("kind", [-1, 8, 2**31 - 1])
 def test_a_record_of_no_collective_is_refused(kind: int) -> None:
     with pynccl.init(library="host") as comm:
         record = pyncclCall_t(size=ctypes.sizeof(pyncclCall_t), kind=kind, comm=comm.handle)
+        of_arrays = pyncclArrayCall_t(size=ctypes.sizeof(pyncclArrayCall_t), kind=kind, comm=comm.handle)
         assert comm.library.pyncclCall(ctypes.byref(record)) == Result.INVALID_ARGUMENT
+        assert function_of_arrays(comm, of_arrays)(np.ones(3), None) == NOT_TAKEN
+
+
+def test_a_function_of_arrays_takes_two_of_them() -> None:
+    with pynccl.init(library="host") as comm:
+        x = np.ones(3)
+        for arguments in ((), (x,), (x, x, x)):
+            assert comm._quick_all_gather(*arguments) == NOT_TAKEN
+        with pytest.raises(TypeError, match="keyword"):
+            comm._quick_all_gather(x, out=x)
+
+
+@pytest.mark.parametrize("size", [0, 1000])
+def test_another_version_of_the_interface_to_python_makes_no_function(size: int) -> None:
+    from pynccl.abi.types import pyncclPython_t
+
+    with pynccl.init(library="host") as comm:
+        for function in (comm.library.pyncclFunctionOfArrays, comm.library.pyncclFunctionOfCall):
+            assert function(ctypes.byref(pyncclPython_t(size=size)), None) is None
+            assert function(None, None) is None
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("elements", [1, 3000])
+def test_a_rank_that_waits_leaves_python_to_others(prepared: bool, elements: int) -> None:
+    # Both ranks are threads of this process: the first to call waits for one that still has to run Python.
+    def one(comm: Comm) -> float:
+        x = np.ones(elements)
+        call = comm.prepare("all_reduce", x) if prepared else lambda: comm.all_reduce(x)
+        for turn in range(200):
+            x[:] = 1
+            if turn % 2 == comm.rank:
+                sum(range(1000))
+            call()
+        return float(x[-1])
+
+    assert run_ranks(2, one, processes=False, library="host", timeout=30) == [2.0, 2.0]
+
+
+def test_a_group_in_one_thread_closes_the_quick_path_to_that_thread_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened, done = threading.Event(), threading.Event()
+
+    def elsewhere() -> None:
+        with pynccl.group():
+            opened.set()
+            done.wait(30)
+
+    with pynccl.init(library="host") as comm:
+        other = threading.Thread(target=elsewhere)
+        other.start()
+        try:
+            assert opened.wait(30)
+            monkeypatch.setattr(comm, "_run", None)  # the general path is not needed
+            x = np.arange(3.0)
+            assert comm.all_reduce(x) is x
+        finally:
+            done.set()
+            other.join()

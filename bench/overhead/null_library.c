@@ -7,7 +7,8 @@
 #include <string.h>
 #include <time.h>
 
-#include "arrays.c" /* the host library's: what it finds out about arrays is a part of the call */
+#include "arrays.c" /* the host library's: what it finds out about arrays is a part of the call, and so is the way through Python */
+#include "python.c"
 
 struct ncclComm {
   int rank, size;
@@ -28,11 +29,6 @@ NCCL_API ncclResult_t ncclGather(DATA, int root, WHERE) { return ncclSuccess; }
 NCCL_API ncclResult_t ncclScatter(DATA, int root, WHERE) { return ncclSuccess; }
 
 NCCL_API ncclResult_t pyncclCall(const pyncclCall_t *call) { return ncclSuccess; }
-
-NCCL_API int pyncclCallArrays(const pyncclArrayCall_t *call, const void *x, const void *out) {
-  pyncclCall_t made;
-  return call != NULL && plain_call(call, x, out, &made) ? (int)pyncclCall(&made) : PYNCCL_NOT_TAKEN;
-}
 
 /* Seconds of one call from C, through a pointer that the compiler cannot see through: the floor that every caller stands on. */
 NCCL_API double nullSecondsPerCall(size_t calls, const void *send, void *recv, size_t count, ncclComm_t comm) {

@@ -240,7 +240,8 @@ HOST_PROTOTYPES = _prototypes("""
 # collectives from a record
 0.1.0   ncclResult_t pyncclAgree(unsigned int number, ncclComm_t comm, cudaStream_t stream);
 0.1.0   ncclResult_t pyncclCall(const pyncclCall_t* call);
-0.1.0   int pyncclCallArrays(const pyncclArrayCall_t* call, const void* x, const void* out);
+0.1.0   void* pyncclFunctionOfArrays(const pyncclPython_t* python, void* address);
+0.1.0   void* pyncclFunctionOfCall(const pyncclPython_t* python, void* address);
 
 # schedules
 0.1.0   ncclResult_t pyncclRunSchedule(const pyncclSchedule_t* schedule, const void* sendbuff,

@@ -61,6 +61,7 @@ __all__ = [
     "pyncclInterruptCheck_t",
     "pyncclArrayCall_t",
     "pyncclCall_t",
+    "pyncclPython_t",
     "pyncclElement_t",
     "pyncclLayout_t",
     "pyncclSchedule_t",
@@ -383,6 +384,16 @@ class pyncclArrayCall_t(ctypes.Structure):
     ]
 
 
+class pyncclPython_t(ctypes.Structure):
+    """Functions of Python's C interface, by address; ``nccl_abi.h`` says what for."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        *((f"PyEval_{name}Thread", ctypes.c_void_p) for name in ("Save", "Restore")),
+        *((name, ctypes.c_void_p) for name in ("PyLong_FromLong", "PyLong_AsVoidPtr", "PyCFunction_NewEx")),
+    ]
+
+
 class pyncclSchedule_t(ctypes.Structure):
     """One rank's part of a schedule for the host library; ``nccl_abi.h`` says what the members mean."""
 
@@ -440,6 +451,6 @@ C_TYPES: Mapping[str, Any] = {
     "pyncclHostFn_t": pyncclHostFn_t,
     "pyncclInterruptCheck_t": pyncclInterruptCheck_t,
     "pyncclCall_t*": ctypes.POINTER(pyncclCall_t),
-    "pyncclArrayCall_t*": ctypes.POINTER(pyncclArrayCall_t),
+    "pyncclPython_t*": ctypes.POINTER(pyncclPython_t),
     "pyncclSchedule_t*": ctypes.POINTER(pyncclSchedule_t),
 }

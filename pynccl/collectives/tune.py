@@ -32,7 +32,6 @@ from typing import Any
 import numpy as np
 
 from pynccl.abi.errors import InvalidArgumentError, InvalidUsageError
-from pynccl.abi.types import pyncclArrayCall_t
 from pynccl.arrays import view
 from pynccl.collectives.execute import run
 from pynccl.collectives.options import at_least, names_of, output
@@ -40,7 +39,7 @@ from pynccl.collectives.options import sizes as read_sizes
 from pynccl.collectives.registry import ALGORITHMS, algorithms, generate
 from pynccl.collectives.schedule import COLLECTIVES
 from pynccl.operations import OPERATIONS, integer
-from pynccl.quick import KINDS, NOT_TAKEN, not_taken
+from pynccl.quick import NOT_TAKEN, Take
 
 __all__ = ["LIBRARY", "Measured", "Selection", "load", "main", "tune"]
 
@@ -50,7 +49,6 @@ LIBRARY = "library"
 _FORMAT = 1
 _SIZES = tuple(1 << bits for bits in range(10, 25, 2))
 _COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
-_COLLECTIVE_OF = {number: name for name, number in KINDS.items()}
 # Below this a difference is noise: the library's own stays.
 _WORTH = 0.95
 
@@ -111,24 +109,20 @@ class Selection:
             nbytes *= ranks  # of the longer of the two arrays
         return self.choose(collective, nbytes)
 
-    def quick(self, take: Callable[[Any, Any, Any], int], ranks: int) -> Callable[[Any, Any, Any], int]:
-        """A communicator's quick path (`pynccl.quick`), left by the calls that the table has a schedule for.
+    def quick(self, collective: str, take: Take, ranks: int) -> Take:
+        """A quick call (`pynccl.quick`) of a collective, left by the calls that the table has a schedule for.
 
         So those that it leaves to the library stay nearly as quick as without a table: 0.5 us more.
         """
-        names: dict[int, str] = {}  # of the collectives, by the address of a record
+        if collective not in self._quick:  # type: ignore[attr-defined]
+            return take
 
-        def take_or_leave(record: Any, x: Any, out: Any) -> int:
-            at = record.value
-            name = names.get(at)
-            if name is None:
-                name = names[at] = _COLLECTIVE_OF[pyncclArrayCall_t.from_address(at).kind]
-            if type(x if x is not None else out) is not np.ndarray or self.choose_for(name, x, out, ranks):
+        def take_or_leave(x: Any, out: Any) -> int:
+            if type(x if x is not None else out) is not np.ndarray:
                 return NOT_TAKEN
-            return take(record, x, out)
+            return NOT_TAKEN if self.choose_for(collective, x, out, ranks) else take(x, out)
 
-        chooses = bool(self._quick) and take is not not_taken  # type: ignore[attr-defined]
-        return take_or_leave if chooses else take
+        return take_or_leave
 
     def check(self, comm: Any) -> None:
         """InvalidUsageError unless the table holds for ``comm``. All ranks call it and learn the same."""

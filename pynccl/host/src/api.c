@@ -3,7 +3,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "arrays.h"
 #include "host.h"
 
 /* ---- collectives --------------------------------------------------------------------------------------------------------------------- */
@@ -182,11 +181,6 @@ static const struct {
     [pyncclScatter] = {SCATTER, "ncclScatter"}, [pyncclAlltoAll] = {ALL_TO_ALL, "ncclAlltoAll"},
 };
 
-static ncclResult_t make_recorded(const pyncclCall_t *call) {
-  return collective(RECORDED[call->kind].kind, call->comm,
-                    (struct call){RECORDED[call->kind].name, call->send, call->recv, call->count, call->dtype, (int)call->op, call->root, call->stream, NULL});
-}
-
 ncclResult_t pyncclAgree(unsigned number, ncclComm_t handle, cudaStream_t stream) {
   ncclResult_t code;
   struct ncclComm *comm = comm_enter(handle, "pyncclAgree", true, &code);
@@ -197,18 +191,11 @@ ncclResult_t pyncclAgree(unsigned number, ncclComm_t handle, cudaStream_t stream
   return group_error(code);
 }
 
-static bool is_recorded_kind(int kind) { return kind >= 0 && (size_t)kind < sizeof RECORDED / sizeof RECORDED[0]; }
-
 ncclResult_t pyncclCall(const pyncclCall_t *call) {
-  if (call == NULL || call->size != sizeof *call || !is_recorded_kind(call->kind))
+  if (call == NULL || call->size != sizeof *call || call->kind < 0 || (size_t)call->kind >= sizeof RECORDED / sizeof RECORDED[0])
     return group_error(fail(NULL, ncclInvalidArgument, "pyncclCall: call is NULL, of another version of this library, or of no kind of collective"));
-  return make_recorded(call);
-}
-
-int pyncclCallArrays(const pyncclArrayCall_t *call, const void *x, const void *out) {
-  pyncclCall_t made;
-  if (call == NULL || call->size != sizeof *call || !is_recorded_kind(call->kind) || !plain_call(call, x, out, &made)) return PYNCCL_NOT_TAKEN;
-  return (int)make_recorded(&made);
+  return collective(RECORDED[call->kind].kind, call->comm,
+                    (struct call){RECORDED[call->kind].name, call->send, call->recv, call->count, call->dtype, (int)call->op, call->root, call->stream, NULL});
 }
 
 /* ---- messages ------------------------------------------------------------------------------------------------------------------------ */

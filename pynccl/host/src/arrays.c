@@ -69,6 +69,8 @@ static bool placed_well(const struct form *form, const struct array *x, const st
 }
 
 bool plain_call(const pyncclArrayCall_t *call, const void *x, const void *out, pyncclCall_t *made) {
+  const size_t kinds = sizeof FORMS / sizeof FORMS[0];
+  if (call == NULL || call->size != sizeof *call || call->kind < 0 || (size_t)call->kind >= kinds) return false;
   const struct form *form = &FORMS[call->kind];
   const bool has_x = !form->x_at_root || call->rank == call->root, has_out = !form->out_at_root || call->rank == call->root;
   const bool no_out = out == call->layout->none;

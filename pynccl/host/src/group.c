@@ -8,6 +8,7 @@
 #include <time.h>
 
 #include "host.h"
+#include "python.h"
 
 struct batch {
   int n;
@@ -227,6 +228,7 @@ ncclResult_t submit(struct op *op) {
     free(op->signals);
     return code;
   }
+  if (before_waiting != NULL) before_waiting();
   struct op **ops = malloc(sizeof *ops);
   struct op *copy = copy_of(op);
   if (ops == NULL || copy == NULL) {

@@ -8,6 +8,7 @@
  *
  *   api.c        the 73 functions: check arguments, fill a struct op, submit
  *   arrays.c     the arguments of a call on array objects, for callers in Python
+ *   python.c     calls as functions of Python's own
  *   group.c      submit, groups, streams: when and where operations run
  *   wait.c       the waiting loop: spin, yield, sleep; deadline, abort, dead peers
  *   collective.c the eight collectives: one table, four paths (one-shot, and in mapped.c, direct.c, staged.c)

@@ -281,7 +281,7 @@ typedef struct {
 } pyncclCall_t;
 NCCL_API ncclResult_t pyncclCall(const pyncclCall_t *call);
 
-/* The same, of the caller's array objects: where their memory is and how much, is looked up here. */
+/* The same, of the caller's array objects: where their memory is and how much is looked up here. */
 typedef struct { /* how an array lies in memory: bytes from its start on, and what must be there */
   int type_at;    /* a pointer, which must be `type` */
   int data_at;    /* a pointer to the elements */
@@ -308,9 +308,21 @@ typedef struct {
   ncclComm_t comm;
 } pyncclArrayCall_t;
 #define PYNCCL_NOT_TAKEN (-1)
-/* A collective that waits, from x to out, with NULL for a stream. PYNCCL_NOT_TAKEN, and nothing done: these arrays, or an x without an out,
- * are not of the plainest kind; the caller can tell what is wrong, or copy. A NULL call is not taken. */
-NCCL_API int pyncclCallArrays(const pyncclArrayCall_t *call, const void *x, const void *out);
+/* Of Python's C interface, what it takes to make functions: members are named for what they are. */
+typedef struct {
+  size_t size; /* of this structure */
+  void *(*PyEval_SaveThread)(void);
+  void (*PyEval_RestoreThread)(void *thread);
+  void *(*PyLong_FromLong)(long number);
+  void *(*PyLong_AsVoidPtr)(void *number);
+  void *(*PyCFunction_NewEx)(void *method, void *self, void *module);
+} pyncclPython_t;
+/* New Python objects, functions that make the call of the record at an address (an int object) and return its result code as an int. To be
+ * called with the interpreter's lock, which the functions let go while they wait. NULL: another version of Python's interface.
+ * The first: f(x, out), a collective that waits, from x to out, with NULL for a stream. PYNCCL_NOT_TAKEN, and nothing done: these arrays, or
+ * an x without an out, are not of the plainest kind; the caller can tell what is wrong, or copy. The second: f(), pyncclCall. */
+NCCL_API void *pyncclFunctionOfArrays(const pyncclPython_t *python, void *address);
+NCCL_API void *pyncclFunctionOfCall(const pyncclPython_t *python, void *address);
 
 /* One rank's part of a schedule, as pynccl/collectives/compiled.py makes it. Buffers: 0 the send buffer, 1 the receive buffer, 2 scratch,
  * 3 messages kept apart until they are reduced. Chunks as in pynccl/collectives/schedule.py; a span lies within one block. Nothing is

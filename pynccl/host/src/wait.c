@@ -13,6 +13,7 @@
 
 #include "copy.h"
 #include "host.h"
+#include "python.h"
 
 /* Why not a futex: a publisher would have to fence and look at a "sleeping" word of each peer after every store (20 ns and more on the
  * fast path). A sleeper that has already waited SLEEP_AFTER loses at most SLEEP more: a few per cent of what it waited. */
@@ -251,6 +252,7 @@ static bool awaited_are_here(struct op *const *ops, int n) {
 /* A round without progress. False: time to look() at the operations. */
 static bool be_patient(struct patience *patience, struct op *const *ops, int n, bool spin) {
   spin = spin && !patience->on_one_core;
+  if (before_waiting != NULL && (!spin || patience->rounds == SPINS_ON_ONE_CORE)) before_waiting();
   if (patience->rounds++ < (spin ? SPINS : 0)) {
     relax();
     if (patience->rounds == SPINS_ON_ONE_CORE) patience->on_one_core = awaited_are_here(ops, n);
