@@ -22,7 +22,7 @@ from .group import Deferred, nothing
 from .operations import OPERATIONS, Operation, Plan, check_rank, plan, plan_message
 from .premul import PreMulSum
 from .prepared import Prepared
-from .quick import CLOSED, NOT_TAKEN, Records, Take
+from .quick import CLOSED, NOT_TAKEN, Records, Take, new_result
 from .streams import Stream, gpu_stream, host_stream
 from .threadstate import busy, current
 
@@ -75,11 +75,12 @@ class Collectives(Core):
         place).
         """
         if stream is None and algorithm is None and not (busy and current.busy):
-            code = self._quick_all_gather(x, out)
+            made = new_result(ALL_GATHER, x, self.size) if out is None else out
+            code = self._quick_all_gather(x, made)
             if code >= 0:
                 if code:
-                    self._settle(code, "all_gather (ncclAllGather)", (x, out))
-                return out
+                    self._settle(code, "all_gather (ncclAllGather)", (x, made))
+                return made
         return self._run(ALL_GATHER, x, out, None, None, stream, algorithm)
 
     def reduce_scatter(
@@ -90,14 +91,15 @@ class Collectives(Core):
         ``out``, if given, has 1/size of the elements; it may be this rank's block of ``x`` (in place).
         """
         if stream is None and algorithm is None and not (busy and current.busy):
+            made = new_result(REDUCE_SCATTER, x, self.size) if out is None else out
             try:
-                code = self._quick_reduce_scatter[op](x, out)
+                code = self._quick_reduce_scatter[op](x, made)
             except (KeyError, TypeError):  # no such operation or root; the general path says so
                 code = NOT_TAKEN
             if code >= 0:
                 if code:
-                    self._settle(code, "reduce_scatter (ncclReduceScatter)", (x, out))
-                return out
+                    self._settle(code, "reduce_scatter (ncclReduceScatter)", (x, made))
+                return made
         return self._run(REDUCE_SCATTER, x, out, op, None, stream, algorithm)
 
     def broadcast(
@@ -146,11 +148,12 @@ class Collectives(Core):
         ``x`` and ``out`` are (size * k, ...) and must not overlap.
         """
         if stream is None and algorithm is None and not (busy and current.busy):
-            code = self._quick_all_to_all(x, out)
+            made = new_result(ALL_TO_ALL, x, self.size) if out is None else out
+            code = self._quick_all_to_all(x, made)
             if code >= 0:
                 if code:
-                    self._settle(code, "all_to_all (ncclAlltoAll)", (x, out))
-                return out
+                    self._settle(code, "all_to_all (ncclAlltoAll)", (x, made))
+                return made
         return self._run(ALL_TO_ALL, x, out, None, None, stream, algorithm)
 
     def gather(
@@ -158,14 +161,15 @@ class Collectives(Core):
     ) -> Any:
         """The root gets ``x`` of all ranks as in ``all_gather``; elsewhere None, and ``out`` is not used."""
         if type(root) is int and stream is None and algorithm is None and not (busy and current.busy):
+            made = new_result(GATHER, x, self.size) if out is None and root == self.rank else out
             try:
-                code = self._quick_gather[root](x, out)
+                code = self._quick_gather[root](x, made)
             except (KeyError, TypeError):  # no such operation or root; the general path says so
                 code = NOT_TAKEN
             if code >= 0:
                 if code:
-                    self._settle(code, "gather (ncclGather)", (x, out))
-                return out if root == self.rank else None
+                    self._settle(code, "gather (ncclGather)", (x, made))
+                return made if root == self.rank else None
         return self._run(GATHER, x, out, None, root, stream, algorithm)
 
     def scatter(
@@ -177,14 +181,15 @@ class Collectives(Core):
         result.
         """
         if type(root) is int and stream is None and algorithm is None and not (busy and current.busy):
+            made = new_result(SCATTER, x, self.size) if out is None and root == self.rank else out
             try:
-                code = self._quick_scatter[root](x, out)
+                code = self._quick_scatter[root](x, made)
             except (KeyError, TypeError):  # no such operation or root; the general path says so
                 code = NOT_TAKEN
             if code >= 0:
                 if code:
-                    self._settle(code, "scatter (ncclScatter)", (x, out))
-                return out
+                    self._settle(code, "scatter (ncclScatter)", (x, made))
+                return made
         return self._run(SCATTER, x, out, None, root, stream, algorithm)
 
     # --- point to point -------------------------------------------------------------------------------------

@@ -26,7 +26,17 @@ from .operations import OPERATIONS, Operation
 if TYPE_CHECKING:
     from .abi.library import Library
 
-__all__ = ["CLOSED", "KINDS", "NOT_TAKEN", "Records", "Take", "function_of_record", "not_taken", "record_of"]
+__all__ = [
+    "CLOSED",
+    "KINDS",
+    "NOT_TAKEN",
+    "Records",
+    "Take",
+    "function_of_record",
+    "new_result",
+    "not_taken",
+    "record_of",
+]
 
 NOT_TAKEN = -1
 KINDS = {
@@ -122,6 +132,20 @@ class _ByRoot(dict[int, Any]):
             raise KeyError(root)
         self[root] = made = self._make(root)
         return made
+
+
+def new_result(what: Operation, x: Any, size: int) -> np.ndarray | None:
+    """What a call without ``out`` returns, to be filled; None where the general path has to see to it."""
+    if type(x) is not np.ndarray:
+        return None
+    shape = x.shape
+    if what.x_blocks == what.out_blocks:
+        return np.empty(shape, x.dtype)
+    if what.out_blocks:
+        return np.empty((size * shape[0], *shape[1:]) if shape else size, x.dtype)
+    if not shape or shape[0] % size:
+        return None
+    return np.empty((shape[0] // size, *shape[1:]), x.dtype)
 
 
 def function_of_record(library: Library, record: pyncclCall_t) -> Callable[[], int]:

@@ -87,6 +87,17 @@ QUICK: list[tuple[str, Make]] = [
     *((name, pair(name, op="max")) for name in ("all_reduce", "reduce_scatter", "reduce")),
 ]
 
+# Without out: all but the root's part of those that are rooted make their result.
+for shape in ((8,), (2, 3), (2, 0), ()):
+    QUICK += [
+        (name, lambda c, shape=shape: call(np.full(shape, c.rank))) for name in ("all_gather", "gather")
+    ]
+for shape in ((8,), (2, 3), (2, 0)):
+    QUICK += [
+        (name, lambda c, shape=shape: call(np.full(shape, c.rank)))
+        for name in ("reduce_scatter", "all_to_all")
+    ]
+
 GENERAL: list[tuple[str, Make]] = [
     *((name, pair(name, root=root)) for name in ROOTED for root in (2, -1, "0", 1.0)),
     *((name, pair(name, root=True)) for name in ROOTED[:3]),
@@ -109,6 +120,11 @@ GENERAL: list[tuple[str, Make]] = [
     ("reduce_scatter", pair("reduce_scatter", op="median")),
     ("reduce_scatter", pair("reduce_scatter", "i2")),
     ("all_gather", lambda c: call([1, 2], out=np.zeros(4))),
+    ("all_gather", lambda c: call([1, 2])),
+    ("all_gather", lambda c: call(np.asfortranarray(np.zeros((2, 3))))),
+    ("reduce_scatter", lambda c: call(np.zeros(()))),
+    ("reduce_scatter", lambda c: call(np.zeros((3, 2)))),
+    ("all_to_all", lambda c: call(np.zeros(3))),
     ("all_gather", lambda c: call(numbers(c, 4), out=[0] * 8)),
 ]
 
@@ -121,7 +137,8 @@ def outcome(comm: Comm, name: str, make: Make) -> tuple[Any, ...]:
     except (TypeError, ValueError, pynccl.NcclError) as error:
         return type(error), str(error)
     which = [result is each for each in arrays if each is not None]
-    return which, result is None, [np.asarray(each).tolist() for each in arrays if each is not None]
+    made = None if result is None else (result.dtype, result.shape, result.tolist())
+    return which, made, [np.asarray(each).tolist() for each in arrays if each is not None]
 
 
 def both_ways(comm: Comm, cases: list[tuple[str, Make]]) -> list[tuple[Any, Any, int]]:
