@@ -22,7 +22,7 @@ from .group import Deferred, nothing
 from .operations import OPERATIONS, Operation, Plan, check_rank, plan, plan_message
 from .premul import PreMulSum
 from .prepared import Prepared
-from .quick import CLOSED, NOT_TAKEN, Records, Take, new_result
+from .quick import CLOSED, NOT_TAKEN, Records, Take, new_result, not_taken
 from .streams import Stream, gpu_stream, host_stream
 from .threadstate import busy, current
 
@@ -40,6 +40,8 @@ class Collectives(Core):
     _quick_all_to_all: Any
     _quick_gather: Any
     _quick_scatter: Any
+    _quick_send: Any
+    _quick_recv: Any
 
     # --- collectives ----------------------------------------------------------------------------------------
     # What is common to all (arrays, `stream`, `algorithm`) is in the docstring of Communicator.
@@ -200,14 +202,38 @@ class Collectives(Core):
         Sends and receives that depend on each other belong in one ``pynccl.group()``; so does a message to
         oneself.
         """
+        if type(peer) is int and stream is None and not (busy and current.busy):
+            try:
+                code = self._quick_send[peer](x, None)
+            except KeyError:  # no such rank; the general path says so
+                code = NOT_TAKEN
+            if code >= 0:
+                if code:
+                    self._settle(code, "send (ncclSend)", x)
+                return
         self._message("send", "ncclSend", x, peer, stream, writes=False)
 
     def recv(self, x: Any, peer: int, *, stream: Any = None) -> Any:
         """Receive into ``x`` from rank ``peer``; returns ``x``."""
+        if type(peer) is int and stream is None and not (busy and current.busy):
+            try:
+                code = self._quick_recv[peer](x, None)
+            except KeyError:
+                code = NOT_TAKEN
+            if code >= 0:
+                if code:
+                    self._settle(code, "recv (ncclRecv)", x)
+                return x
         return self._message("recv", "ncclRecv", x, peer, stream, writes=True)
 
     def barrier(self, *, stream: Any = None) -> None:
         """Return when every rank has called it (on a GPU: after waiting for the stream)."""
+        if stream is None and not (busy and current.busy) and self._token is not None:
+            code = self._quick_all_reduce.get("max", not_taken)(self._token, None)
+            if code >= 0:
+                if code:
+                    self._settle(code, "barrier (ncclAllReduce)", self._token)
+                return
         self._check_open("barrier")
         planned = plan(ALL_REDUCE, self._get_token(), None, "max", None, self._place)
         function, arguments = self._call(ALL_REDUCE, planned, None, None)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,10 +42,10 @@ NOT_TAKEN = -1
 KINDS = {
     name: number
     for number, name in enumerate(
-        "all_reduce reduce reduce_scatter broadcast all_gather gather scatter all_to_all".split()
+        "all_reduce reduce reduce_scatter broadcast all_gather gather scatter all_to_all send recv".split()
     )
 }
-"""The numbers that a record has for the collectives."""
+"""The numbers that a record has for the calls."""
 
 Take = Callable[[Any, Any], int]
 """``take(x, out)`` makes a call; it returns the library's result code, or NOT_TAKEN with nothing done."""
@@ -60,8 +60,8 @@ def not_taken(x: Any, out: Any) -> int:
 
 CLOSED: dict[str, Any] = {
     what.name: {} if what.rooted or what.reduces else not_taken for what in OPERATIONS.values()
-}
-"""By collective: what stands for `Records.by_name` where the quick path is closed."""
+} | {"send": {}, "recv": {}}
+"""By call: what stands for `Records.by_name` where the quick path is closed."""
 
 
 def _as_it_is(name: str, take: Take) -> Take:
@@ -69,10 +69,10 @@ def _as_it_is(name: str, take: Take) -> Take:
 
 
 class Records:
-    """A communicator's quick calls. ``by_name`` has them by collective, and then by what a method has at
-    hand: by operation, by root, or by root and then operation, where there are any; each is a `Take`.
+    """A communicator's quick calls. ``by_name`` has them by name, and then by what a method has at hand: by
+    operation, by root or peer, or by root and then operation, where there are any; each is a `Take`.
 
-    ``wrap``, with a collective's name and a call, makes what is kept for it.
+    ``wrap``, with a collective's name and its call, makes what is kept for it.
     """
 
     def __init__(
@@ -91,10 +91,12 @@ class Records:
         if layout is not None:
             self._layout = ctypes.pointer(layout)
             self.by_name = {what.name: self._of(what) for what in OPERATIONS.values()}
+            for name in ("send", "recv"):
+                self.by_name[name] = _ByRoot(size, partial(self._function, name, None))
 
     def _of(self, what: Operation) -> Any:
         if what.rooted:
-            return _ByRoot(self._size, lambda root: self._at(what, root))
+            return _ByRoot(self._size, partial(self._at, what))
         return self._at(what, 0)
 
     def _at(self, what: Operation, root: int) -> Any:
@@ -103,6 +105,9 @@ class Records:
         return {op.value: self._take(what, root, op.value) for op in ReduceOp}  # which ReduceOp equals
 
     def _take(self, what: Operation, root: int, op: str | None) -> Take:
+        return self._wrap(what.name, self._function(what.name, op, root))
+
+    def _function(self, name: str, op: str | None, root: int) -> Take:
         if op not in self._elements:
             self._elements[op] = elements(op)
         table = self._elements[op]
@@ -111,14 +116,14 @@ class Records:
             layout=self._layout,
             elements=table,
             nelements=len(table),
-            kind=KINDS[what.name],
+            kind=KINDS[name],
             root=root,
             rank=self._rank,
             nranks=self._size,
             comm=self._comm,
         )
         self._kept.append(record)
-        return self._wrap(what.name, _function(self._library.pyncclFunctionOfArrays, record))
+        return _function(self._library.pyncclFunctionOfArrays, record)
 
 
 class _ByRoot(dict[int, Any]):

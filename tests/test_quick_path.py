@@ -87,16 +87,16 @@ QUICK: list[tuple[str, Make]] = [
     *((name, pair(name, op="max")) for name in ("all_reduce", "reduce_scatter", "reduce")),
 ]
 
-# Without out: all but the root's part of those that are rooted make their result.
-for shape in ((8,), (2, 3), (2, 0), ()):
-    QUICK += [
-        (name, lambda c, shape=shape: call(np.full(shape, c.rank))) for name in ("all_gather", "gather")
-    ]
-for shape in ((8,), (2, 3), (2, 0)):
-    QUICK += [
-        (name, lambda c, shape=shape: call(np.full(shape, c.rank)))
-        for name in ("reduce_scatter", "all_to_all")
-    ]
+
+def filled(*shape: int) -> Make:
+    return lambda comm: call(np.full(shape, comm.rank))
+
+
+# Without out these make their result.
+QUICK += [(name, filled(*shape)) for name in GROW for shape in ((8,), (2, 3), (2, 0), ())]
+QUICK += [
+    (name, filled(*shape)) for name in ("reduce_scatter", "all_to_all") for shape in ((8,), (2, 3), (2, 0))
+]
 
 GENERAL: list[tuple[str, Make]] = [
     *((name, pair(name, root=root)) for name in ROOTED for root in (2, -1, "0", 1.0)),
@@ -220,7 +220,7 @@ def test_a_record_of_another_version_is_refused(size: int) -> None:
         assert function_of_arrays(comm, of_arrays)(np.ones(3), None) == NOT_TAKEN
 
 
-@pytest.mark.parametrize("kind", [-1, 8, 2**31 - 1])
+@pytest.mark.parametrize("kind", [-1, 10, 2**31 - 1])
 def test_a_record_of_no_collective_is_refused(kind: int) -> None:
     with pynccl.init(library="host") as comm:
         record = pyncclCall_t(size=ctypes.sizeof(pyncclCall_t), kind=kind, comm=comm.handle)
@@ -286,3 +286,90 @@ def test_a_group_in_one_thread_closes_the_quick_path_to_that_thread_only(
         finally:
             done.set()
             other.join()
+
+
+def messages(comm: Comm) -> tuple[int, list[Any]]:
+    """How many went the general way, and what rank 1 has got."""
+    general: list[str] = []
+    slow = comm._message
+
+    def counted(call: str, *rest: Any, **named: Any) -> Any:
+        general.append(call)
+        return slow(call, *rest, **named)
+
+    comm._message = counted
+    got = []
+    for dtype in ("f4", "i2", "c16", "?", "bfloat16"):
+        for shape in ((0,), (3,), (2, 3), (), (5000,)):
+            x = np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
+            if comm.rank == 0:
+                assert comm.send(x, 1) is None
+            else:
+                y = np.zeros_like(x)
+                assert comm.recv(y, 0) is y
+                got.append(bool((x == y).all()))
+    del comm._message
+    return len(general), got
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_messages_of_plain_arrays_go_the_quick_way(processes: bool) -> None:
+    for general, got in run_ranks(2, messages, processes=processes, library="host"):
+        assert general == 0 and all(got)
+
+
+def odd_messages(comm: Comm) -> list[Any]:
+    told: list[Any] = []
+    plain, wrong = np.ones(2), [2, -1, comm.rank, "1"]
+    for x, peer in (
+        (read_only(4), 1),
+        (np.asfortranarray(np.ones((2, 3))), 1),
+        (np.ones(4), np.int64(1)),
+        (np.ones(4), True),
+    ):
+        if comm.rank == 0:
+            comm.send(x, peer)
+        else:
+            comm.recv(y := np.zeros(x.shape, x.dtype, order="F"), 0)
+            told.append(bool((x == y).all()))
+    for method in (comm.send, comm.recv):
+        for given, other in (*((plain, peer) for peer in wrong), (3.0, 1)):
+            with pytest.raises((TypeError, ValueError, pynccl.NcclError)) as caught:
+                method(given, other)
+            told.append((caught.type, str(caught.value)))
+    return told
+
+
+def test_messages_that_are_not_plain_tell_the_same_on_both_ways() -> None:
+    def slow(comm: Comm) -> list[Any]:
+        comm._close_quick_path()
+        return odd_messages(comm)
+
+    quick_told = run_ranks(2, odd_messages, processes=False, library="host")
+    assert quick_told == run_ranks(2, slow, processes=False, library="host")
+    assert quick_told[1][:4] == [True] * 4
+
+
+def test_a_barrier_meets_on_the_quick_way_too() -> None:
+    def one(comm: Comm) -> list[str]:
+        comm.barrier()  # makes what it reduces
+        general: list[str] = []
+        issue = comm._issue
+
+        def counted(call: str, *rest: Any) -> Any:
+            general.append(call)
+            return issue(call, *rest)
+
+        comm._issue = counted
+        for _ in range(3):
+            comm.barrier()
+        with pynccl.Stream(library=comm.library) as stream:
+            comm.barrier(stream=stream)
+        comm.barrier()
+        del comm._issue
+        comm.destroy()
+        with pytest.raises(pynccl.NcclError, match="barrier.*destroyed"):
+            comm.barrier()
+        return general
+
+    assert run_ranks(2, one, processes=False, library="host") == [["barrier (ncclAllReduce)"]] * 2

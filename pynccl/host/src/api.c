@@ -171,16 +171,6 @@ ncclResult_t ncclAlltoAll(const void *send, void *recv, size_t count, ncclDataTy
   return ncclAlltoAllConfig(send, recv, count, dtype, comm, stream, NULL);
 }
 
-static const struct {
-  enum kind kind;
-  const char *name;
-} RECORDED[] = {
-    [pyncclAllReduce] = {ALL_REDUCE, "ncclAllReduce"}, [pyncclReduce] = {REDUCE, "ncclReduce"},
-    [pyncclReduceScatter] = {REDUCE_SCATTER, "ncclReduceScatter"}, [pyncclBroadcast] = {BROADCAST, "ncclBroadcast"},
-    [pyncclAllGather] = {ALL_GATHER, "ncclAllGather"}, [pyncclGather] = {GATHER, "ncclGather"},
-    [pyncclScatter] = {SCATTER, "ncclScatter"}, [pyncclAlltoAll] = {ALL_TO_ALL, "ncclAlltoAll"},
-};
-
 ncclResult_t pyncclAgree(unsigned number, ncclComm_t handle, cudaStream_t stream) {
   ncclResult_t code;
   struct ncclComm *comm = comm_enter(handle, "pyncclAgree", true, &code);
@@ -189,13 +179,6 @@ ncclResult_t pyncclAgree(unsigned number, ncclComm_t handle, cudaStream_t stream
   code = submit(&op);
   comm_leave(comm);
   return group_error(code);
-}
-
-ncclResult_t pyncclCall(const pyncclCall_t *call) {
-  if (call == NULL || call->size != sizeof *call || call->kind < 0 || (size_t)call->kind >= sizeof RECORDED / sizeof RECORDED[0])
-    return group_error(fail(NULL, ncclInvalidArgument, "pyncclCall: call is NULL, of another version of this library, or of no kind of collective"));
-  return collective(RECORDED[call->kind].kind, call->comm,
-                    (struct call){RECORDED[call->kind].name, call->send, call->recv, call->count, call->dtype, (int)call->op, call->root, call->stream, NULL});
 }
 
 /* ---- messages ------------------------------------------------------------------------------------------------------------------------ */
@@ -227,6 +210,31 @@ ncclResult_t ncclSend(const void *buffer, size_t count, ncclDataType_t dtype, in
 
 ncclResult_t ncclRecv(void *buffer, size_t count, ncclDataType_t dtype, int peer, ncclComm_t comm, cudaStream_t stream) {
   return message(RECV, "ncclRecv", NULL, buffer, count, dtype, peer, comm, stream);
+}
+
+/* ---- from a record --------------------------------------------------------------------------------------------------------------------- */
+
+static const struct {
+  enum kind kind;
+  const char *name;
+} RECORDED[] = {
+    [pyncclAllReduce] = {ALL_REDUCE, "ncclAllReduce"}, [pyncclReduce] = {REDUCE, "ncclReduce"},
+    [pyncclReduceScatter] = {REDUCE_SCATTER, "ncclReduceScatter"}, [pyncclBroadcast] = {BROADCAST, "ncclBroadcast"},
+    [pyncclAllGather] = {ALL_GATHER, "ncclAllGather"}, [pyncclGather] = {GATHER, "ncclGather"},
+    [pyncclScatter] = {SCATTER, "ncclScatter"}, [pyncclAlltoAll] = {ALL_TO_ALL, "ncclAlltoAll"},
+    [pyncclSend] = {SEND, "ncclSend"}, [pyncclRecv] = {RECV, "ncclRecv"},
+};
+
+ncclResult_t pyncclCall(const pyncclCall_t *call) {
+  if (call == NULL || call->size != sizeof *call || call->kind < 0 || (size_t)call->kind >= sizeof RECORDED / sizeof RECORDED[0])
+    return group_error(fail(NULL, ncclInvalidArgument, "pyncclCall: call is NULL, of another version of this library, or of no kind of call"));
+  const enum kind kind = RECORDED[call->kind].kind;
+  const char *name = RECORDED[call->kind].name;
+  if (kind == SEND || kind == RECV)
+    return message(kind, name, kind == SEND ? call->send : NULL, kind == RECV ? call->recv : NULL, call->count, call->dtype, call->root, call->comm,
+                   call->stream);
+  return collective(kind, call->comm,
+                    (struct call){name, call->send, call->recv, call->count, call->dtype, (int)call->op, call->root, call->stream, NULL});
 }
 
 /* ---- reductions of the user's ---------------------------------------------------------------------------------------------------------- */

@@ -7,7 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Of each collective: blocks of x and of out (0: as many as ranks), who has them, and how they may lie in each other. */
+/* Of each call: blocks of x and of out (0: as many as ranks), who has them, and how they may lie in each other. */
 static const struct form {
   int x_blocks, out_blocks;
   bool x_at_root, out_at_root; /* there alone */
@@ -22,6 +22,8 @@ static const struct form {
     [pyncclGather] = {1, 0, false, true, true, false},
     [pyncclScatter] = {0, 1, true, false, true, false},
     [pyncclAlltoAll] = {0, 0, false, false, true, true},
+    [pyncclSend] = {1, 1, false, false, false, false},
+    [pyncclRecv] = {1, 1, false, false, false, false},
 };
 
 struct array {

@@ -265,17 +265,20 @@ NCCL_API ncclResult_t pyncclEventQuery(void *event);
  * or on a non-blocking communicator, cannot be called back, so there a disagreement also breaks the communicator. For calls that are made of many, before the first of them. */
 NCCL_API ncclResult_t pyncclAgree(unsigned number, ncclComm_t comm, cudaStream_t stream);
 
-/* Collectives from a record: one pointer to pass, for callers to whom every argument costs something. */
-enum { pyncclAllReduce, pyncclReduce, pyncclReduceScatter, pyncclBroadcast, pyncclAllGather, pyncclGather, pyncclScatter, pyncclAlltoAll };
+/* Calls from a record: one pointer to pass, for callers to whom every argument costs something. */
+enum {
+  pyncclAllReduce, pyncclReduce, pyncclReduceScatter, pyncclBroadcast, pyncclAllGather, pyncclGather, pyncclScatter, pyncclAlltoAll,
+  pyncclSend, pyncclRecv
+};
 typedef struct {
   size_t size; /* of this structure */
   int kind;    /* pyncclAllReduce ... */
   ncclDataType_t dtype;
   ncclRedOp_t op; /* where it reduces */
-  int root;       /* where it has one */
+  int root;       /* where it has one; or the peer */
   const void *send;
   void *recv;
-  size_t count; /* as the collective of that name has it */
+  size_t count; /* as the call of that name has it */
   ncclComm_t comm;
   cudaStream_t stream;
 } pyncclCall_t;
@@ -319,7 +322,7 @@ typedef struct {
 } pyncclPython_t;
 /* New Python objects, functions that make the call of the record at an address (an int object) and return its result code as an int. To be
  * called with the interpreter's lock, which the functions let go while they wait. NULL: another version of Python's interface.
- * The first: f(x, out), a collective that waits, from x to out, with NULL for a stream. PYNCCL_NOT_TAKEN, and nothing done: these arrays, or
+ * The first: f(x, out), a call that waits, from x to out, with NULL for a stream. PYNCCL_NOT_TAKEN, and nothing done: these arrays, or
  * an x without an out, are not of the plainest kind; the caller can tell what is wrong, or copy. The second: f(), pyncclCall. */
 NCCL_API void *pyncclFunctionOfArrays(const pyncclPython_t *python, void *address);
 NCCL_API void *pyncclFunctionOfCall(const pyncclPython_t *python, void *address);
