@@ -8,7 +8,8 @@
  *             then everybody takes what it needs. One synchronisation. The same argument makes two buffers a rank enough.
  *   mapped    the buffers lie in heaps that all ranks map (ncclMemAlloc): data moves once, straight from user memory to user memory.
  *   direct    large plain memory that is only moved: the kernel copies it once, from process to process (direct.c).
- *   staged    plain memory: chunks travel through STAGE_SLOTS slots a rank, as a pipeline of stages (in, [reduce,] out).
+ *   staged    plain memory: chunks travel through slots, as a pipeline of stages (in, [reduce,] out). The first chunk goes before the post
+ *             where its path is sure, so that what takes one chunk takes one synchronisation, too.
  *
  * Staged and mapped operations are a fixed sequence of steps, the same on all ranks (some do nothing on some ranks). A rank's counter of
  * completed steps (ticks) is all that the others look at. Stage t of chunk c is step T * (c + t) + t of T stages: software pipelining with
@@ -146,7 +147,8 @@ static void announce(struct op *op) {
   } else if (bytes <= ONE_SHOT_BYTES) {
     expose(op, exposure_of(comm, comm->rank, op->ticket, bytes), 0, op->bytes);
   } else {
-    post->send_address = (uintptr_t)op->send;
+    post->address[0] = (uintptr_t)op->send;
+    post->address[1] = (uintptr_t)op->recv;
   }
   if (op->kind != SCHEDULE && bytes > ONE_SHOT_BYTES && comm->mappable && heap_descriptor() >= 0) {
     const size_t received = op->kind == ALL_GATHER || op->kind == GATHER || op->kind == ALL_TO_ALL ? op->bytes * comm->nranks : op->bytes;
@@ -155,6 +157,7 @@ static void announce(struct op *op) {
     if (receives(op)) post->recv_at = heap_offset(op->recv, received);
   }
   post->in_place = op->send == op->recv;
+  post->early = op->kind != SCHEDULE && bytes > ONE_SHOT_BYTES ? stage_early(op, post) : 0;
   atomic_store_explicit(&lines->entered, op->ticket, memory_order_relaxed);
   atomic_store_explicit(&post->sequence, op->ticket, memory_order_release);
 }
@@ -213,11 +216,13 @@ size_t slice_start(const struct op *op, size_t count, int rank) {
 
 /* ---- the machine --------------------------------------------------------------------------------------------------------------- */
 
-static bool peers_reached(struct op *op, uint64_t ticks, int who) {
+static bool peers_reached(struct op *op, const struct need *need) {
   struct ncclComm *comm = op->comm;
-  const int first = who == NOBODY ? 0 : who, end = who == NOBODY ? comm->nranks : who + 1;
+  const uint64_t ticks = comm->ticks + need->steps;
+  const int first = need->who == NOBODY ? 0 : need->who, end = need->who == NOBODY ? comm->nranks : need->who + 1;
   for (int rank = first; rank < end; rank++) {
     if (comm->peers[rank].seen >= ticks || rank == comm->rank) continue;
+    if (need->unless_early && post_of(comm, rank, op->ticket)->early) continue;
     comm->peers[rank].seen = atomic_load_explicit(&lines_of(comm, rank)->ticks, memory_order_acquire);
     if (comm->peers[rank].seen >= ticks) continue;
     op->awaited = rank;
@@ -230,25 +235,27 @@ static enum progress run_steps(struct op *op) {
   struct ncclComm *comm = op->comm;
   bool moved = false;
   while (op->step < op->steps) {
-    int who = NOBODY;
-    const uint64_t needs = op->path != PATH_STAGED ? op->step : staged_needs(op, &who);
-    if (needs > 0 && !peers_reached(op, comm->ticks + needs, who)) return moved ? MOVED : WAITING;
-    if (op->path != PATH_STAGED) {
+    const struct need need = op->path == PATH_STAGED ? staged_needs(op) : (struct need){op->step, NOBODY, false};
+    if (need.steps > 0 && !peers_reached(op, &need)) return moved ? MOVED : WAITING;
+    bool awaited = true; /* by somebody */
+    if (op->path == PATH_STAGED) {
+      awaited = staged_do(op);
+    } else {
       const ncclResult_t code = op->path == PATH_DIRECT ? direct_step(op) : mapped_step(op);
       if (code != ncclSuccess) {
         comm_break(comm, code, "%s: %s", kinds[op->kind].name, thread_error());
         return op_finish(op, code);
       }
-    } else {
-      staged_do(op);
     }
     op->step++;
-    copy_fence();
-    atomic_store_explicit(&lines_of(comm, comm->rank)->ticks, comm->ticks + op->step, memory_order_release);
+    if (awaited) {
+      copy_fence();
+      atomic_store_explicit(&lines_of(comm, comm->rank)->ticks, comm->ticks + op->step, memory_order_release);
+    }
     moved = true;
   }
+  if (op->path == PATH_STAGED) staged_end(op);
   comm->ticks += op->steps;
-  if (op->path == PATH_STAGED) comm->chunks += staged_chunks(op);
   return op_finish(op, ncclSuccess);
 }
 

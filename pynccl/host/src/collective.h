@@ -32,15 +32,24 @@ void copy_to(struct target target, const char *from, size_t bytes);
 void deliver(const struct op *op, const struct target *targets, int n, const char *const *sources, size_t bytes);
 size_t slice_start(const struct op *op, size_t count, int rank); /* the first of rank's elements, when ranks share `count` of them */
 
+struct need { /* what peers must have done before a step */
+  uint64_t steps;
+  int who;           /* one, or NOBODY for all */
+  bool unless_early; /* whoever put its first chunk into its slot before its post has */
+};
+
 enum path mapped_path(const struct op *op); /* staged, where it cannot be mapped */
 ncclResult_t mapped_step(const struct op *op);
 
 bool goes_direct(const struct op *op); /* when it is not mapped */
+bool may_go_direct(const struct op *op); /* as far as this rank knows before it sees the posts */
 ncclResult_t direct_step(const struct op *op);
 
+/* Before the posts are exchanged: put the first chunk into its slot, if it will be staged for sure and the slot is empty. */
+bool stage_early(struct op *op, const struct post *post);
 void plan_staged(struct op *op);
-uint64_t staged_needs(const struct op *op, int *who); /* steps that peers (who: one, or NOBODY for all) must have completed before the current one */
-void staged_do(const struct op *op);
-uint64_t staged_chunks(const struct op *op);
+struct need staged_needs(const struct op *op); /* before the current step */
+bool staged_do(const struct op *op);           /* the current step; false: nobody will wait for it */
+void staged_end(const struct op *op);
 
 #endif

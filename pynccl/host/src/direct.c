@@ -35,11 +35,15 @@ bool can_read(const struct ncclComm *comm, int rank) {
   return read_process(peer->pid, &pid, peer->lines->own_pid_at, sizeof pid) == (ssize_t)sizeof pid && pid == peer->pid;
 }
 
-bool goes_direct(const struct op *op) {
+bool may_go_direct(const struct op *op) {
   const struct kind_info *kind = &kinds[op->kind];
   /* A broadcast has one block, and gains from twice as much on: staged, its root does nothing twice. */
   const size_t bytes = op->kind == BROADCAST ? op->bytes / 2 : op->bytes * (size_t)op->comm->nranks;
-  if (kind->reduces || bytes < op->comm->direct_bytes) return false;
+  return !kind->reduces && bytes >= op->comm->direct_bytes;
+}
+
+bool goes_direct(const struct op *op) {
+  if (!may_go_direct(op)) return false;
   for (int rank = 0; rank < op->comm->nranks; rank++) /* where blocks land on blocks that are still to be sent, chunks do better */
     if (op->kind == ALL_TO_ALL && post_of(op->comm, rank, op->ticket)->in_place) return false;
   return true;
@@ -47,7 +51,7 @@ bool goes_direct(const struct op *op) {
 
 static ncclResult_t read_from(const struct op *op, int rank, char *to, size_t offset) {
   struct ncclComm *comm = op->comm;
-  const uint64_t from = post_of(comm, rank, op->ticket)->send_address + offset;
+  const uint64_t from = post_of(comm, rank, op->ticket)->address[0] + offset;
   for (size_t at = 0; at < op->bytes;) {
     const size_t length = op->bytes - at < READ_PIECE ? op->bytes - at : READ_PIECE;
     if (given_up_by(comm, rank)) return fail(comm, ncclRemoteError, "rank %d has given up while this rank read its memory", rank);
@@ -69,7 +73,7 @@ ncclResult_t direct_step(const struct op *op) {
   for (int i = 0, rank = comm->rank; i < comm->nranks; i++, rank = next_rank(comm, rank)) {
     if (kind->from_root && rank != op->root) continue;
     char *to = (char *)op->recv + (to_many ? (size_t)rank * op->bytes : 0);
-    const char *mine = (const char *)(uintptr_t)post_of(comm, rank, op->ticket)->send_address + offset;
+    const char *mine = (const char *)(uintptr_t)post_of(comm, rank, op->ticket)->address[0] + offset;
     if (comm->peers[rank].pid != getpid()) {
       const ncclResult_t code = read_from(op, rank, to, offset);
       if (code != ncclSuccess) return code;

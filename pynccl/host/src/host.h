@@ -127,8 +127,11 @@ struct post { /* one line: what a rank is about to do, and a tiny payload with i
   uint64_t send_at, recv_at; /* where the buffers lie in this rank's heap, or NOT_MAPPED */
   unsigned char scalar[8];  /* this rank's pre-multiplier */
   uint32_t in_place;
-  unsigned char payload[LINE - 60];
-  uint64_t send_address; /* in the process of the rank */
+  uint32_t early; /* the first chunk of a staged collective lay in its slot before this was published */
+  union {
+    unsigned char payload[LINE - 56];
+    uint64_t address[2]; /* of the send and the receive buffer, in the process of the rank, where there is no payload */
+  };
 };
 _Static_assert(sizeof(struct post) == LINE, "a post is one line");
 
@@ -168,11 +171,12 @@ struct segment_head { /* the first failure of a communicator, for everybody to s
 };
 
 #define ONE_SHOT_BYTES 16384 /* largest contribution that is written whole before the first synchronisation */
-#define STAGE_SLOTS 4
+#define STAGE_SLOTS 4 /* of the largest size, at least */
 #define P2P_SLOTS 4
 
 struct layout { /* where things lie in a segment of nranks ranks: a pure function of nranks */
-  size_t chunk, p2p_chunk;                                    /* bytes of one slot */
+  size_t chunk, p2p_chunk;                                    /* bytes of one slot; of a stage: at most */
+  size_t ring;                                                /* bytes of a rank's stage: some of the largest slots */
   size_t lines, channels, signals, small, stage, p2p, total; /* offsets; [0, p2p) is reserved at creation, p2p pair by pair */
 };
 struct layout layout_of(int nranks);
@@ -222,6 +226,14 @@ struct ncclComm { /* comes from a pool that is never freed: a stale handle is re
   _Atomic uint64_t issued, done; /* collectives: tickets given and served */
   uint64_t ticks;                /* steps of collectives completed, ever */
   uint64_t chunks;               /* chunks of staged collectives, ever */
+  uint64_t staged;               /* bytes of the ring of slots that they took, ever */
+  bool writes_slowly;            /* its slots: see staged.c */
+  struct last_staged {           /* the last one of them */
+    uint64_t ticks;              /* steps completed before it */
+    uint64_t start, chunks;      /* start: where in the ring it began, as `staged` counts */
+    size_t slot;
+    unsigned stages;
+  } last;
   struct flow {
     _Atomic uint64_t issued, done; /* messages: tickets given and served */
     uint64_t chunks;               /* chunks through the channel, ever */
@@ -328,6 +340,7 @@ struct op {
   int awaited;              /* the rank that holds us up */
   int scan;                 /* ranks found ready so far in this wait */
   size_t chunk;             /* elements a chunk */
+  size_t slot;              /* bytes from one chunk to the next in a stage */
   uint64_t step, steps;
   double since;             /* when it first had to wait slowly */
 };

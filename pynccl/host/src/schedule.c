@@ -54,7 +54,7 @@ static size_t most_blocks(const pyncclSchedule_t *schedule) {
 static size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
 static char *staging_of(const struct ncclComm *comm, int rank) {
-  return comm->segment->base + comm->layout.stage + (size_t)rank * STAGE_SLOTS * comm->layout.chunk;
+  return comm->segment->base + comm->layout.stage + (size_t)rank * comm->layout.ring;
 }
 
 static struct post *post_at(const struct op *op, int rank) { return &lines_of(op->comm, rank)->posts[op->ticket & 1]; }
@@ -139,7 +139,7 @@ static bool plan_slabs(struct op *op, struct schedule_run *run) {
   }
   const size_t most = most_blocks(schedule);
   const size_t blocks = (in ? (size_t)schedule->in_blocks : 0) + (out ? (size_t)schedule->out_blocks : 0) + scratch;
-  run->turn = STAGE_SLOTS / 2 * comm->layout.chunk;
+  run->turn = 2 * comm->layout.chunk;
   size_t slab = (crowded ? LONG_SLAB_BYTES : SLAB_BYTES) / 2 / most / op->element;
   if (schedule->most_apart > 0) slab = least(slab, APART_BYTES / (size_t)schedule->most_apart * parts / op->element);
   if (slab == 0) slab = 1;
