@@ -34,19 +34,19 @@ def block(rank: int, index: int, count: int) -> np.ndarray:
     return ((np.arange(count) * (rank + 3) + 17 * index) % 251).astype(np.int32)
 
 
-def expected(name: str, rank: int, size: int, root: int, count: int) -> np.ndarray:
-    """What rank `rank` receives."""
+def expected(name: str, rank: int, size: int, root: int, count: int, first: int = 0) -> np.ndarray:
+    """What rank `rank` receives when blocks are numbered from `first`."""
     if name in ("all_reduce", "reduce"):
-        return np.stack([block(r, 0, count) for r in range(size)]).sum(axis=0, dtype=np.int32)
+        return np.stack([block(r, first, count) for r in range(size)]).sum(axis=0, dtype=np.int32)
     if name == "broadcast":
-        return block(root, 0, count)
+        return block(root, first, count)
     if name in ("all_gather", "gather"):
-        return np.concatenate([block(r, 0, count) for r in range(size)])
+        return np.concatenate([block(r, first, count) for r in range(size)])
     if name == "reduce_scatter":
-        return np.stack([block(r, rank, count) for r in range(size)]).sum(axis=0, dtype=np.int32)
+        return np.stack([block(r, first + rank, count) for r in range(size)]).sum(axis=0, dtype=np.int32)
     if name == "scatter":
-        return block(root, rank, count)
-    return np.concatenate([block(r, rank, count) for r in range(size)])
+        return block(root, first + rank, count)
+    return np.concatenate([block(r, first + rank, count) for r in range(size)])
 
 
 def check_all(comm: pynccl.Communicator) -> int:
@@ -99,6 +99,31 @@ def test_every_mix_of_memory(
         monkeypatch.setenv(name, value)
     made = run_ranks(size, check_all, timeout=120, library="host", processes=processes)
     assert made == [8 * 3 * 5] * size
+
+
+def without_a_pause(comm: pynccl.Communicator) -> int:
+    """Calls of all sizes at once: a rank that is ahead must not write what another still reads."""
+    counts = [int(count) for count in np.random.default_rng(5).integers(1 << 12, 1 << 17, 120)]
+    counts[60:] = [count >> 3 for count in counts[60:]]
+    names = [list(SHAPES)[number % len(SHAPES)] for number in range(len(counts))]
+    made = []
+    for number, (name, count) in enumerate(zip(names, counts, strict=True)):
+        sent, received, _, _ = SHAPES[name]
+        blocks = [block(comm.rank, index + number, count) for index in range(sent or comm.size)]
+        out = np.full((received or comm.size) * count, -1, np.int32)
+        made.append((np.concatenate(blocks), out, {"root": number % comm.size} if name in ROOTED else {}))
+    for name, (x, out, keywords) in zip(names, made, strict=True):
+        getattr(comm, name)(x, out=out, **keywords)
+    for number, (name, count, (_, out, keywords)) in enumerate(zip(names, counts, made, strict=True)):
+        if not SHAPES[name][3] or keywords["root"] == comm.rank:
+            wanted = expected(name, comm.rank, comm.size, keywords.get("root", 0), count, number)
+            np.testing.assert_array_equal(out, wanted, err_msg=f"{name} of {count}, call {number}")
+    return len(made)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_calls_of_all_sizes_without_a_pause(size: int) -> None:
+    assert run_ranks(size, without_a_pause, timeout=60, library="host") == [120] * size
 
 
 def large(comm: pynccl.Communicator) -> None:

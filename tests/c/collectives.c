@@ -23,6 +23,33 @@ void collectives_one_after_another(uint64_t seed)
     run_world(ranks_of(seed), seed, one_after_another, NULL);
 }
 
+/* Calls that follow each other at once, most of them of sizes that go through slots, small and large by turns: a rank
+   that is ahead must not write what another still reads. */
+static void tightly(struct member *member)
+{
+    static const int counts[] = {17000, 33000, 70000, 140000, 300000, 600000};
+    enum { CALLS = 16 };
+    struct chance chance = {member->seed};
+    struct part *parts[CALLS];
+    for (int k = 0; k < CALLS; k++) {
+        struct call call = random_call(&chance, member->nranks);
+        if (below(&chance, 4) > 0) {
+            call.count = (size_t)(counts[below(&chance, 6)] >> below(&chance, 4)) + (size_t)below(&chance, 3);
+            call.memory = below(&chance, 4) > 0 ? PLAIN : MIXED;
+        }
+        parts[k] = prepare(call, member);
+    }
+    for (int k = 0; k < CALLS; k++)
+        MUST(issue(parts[k], NULL));
+    for (int k = 0; k < CALLS; k++)
+        verify(parts[k]);
+}
+
+void collectives_without_a_pause(uint64_t seed)
+{
+    run_world(ranks_of(seed), seed, tightly, NULL);
+}
+
 static void in_groups(struct member *member)
 {
     struct chance chance = {member->seed};

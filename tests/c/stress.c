@@ -20,6 +20,7 @@ static const struct {
 } SCENARIOS[] = {
     SCENARIO(worlds_of_one),
     SCENARIO(collectives_one_after_another),
+    SCENARIO(collectives_without_a_pause),
     SCENARIO(collectives_in_groups),
     SCENARIO(communicators_side_by_side),
     SCENARIO(one_thread_drives_all_ranks),

@@ -112,7 +112,7 @@ typedef void scenario(uint64_t seed);
 
 /* collectives.c */
 scenario collectives_one_after_another, collectives_in_groups, communicators_side_by_side, one_thread_drives_all_ranks;
-scenario premultiplied_sums_of_both_residences, more_ranks_than_cores;
+scenario collectives_without_a_pause, premultiplied_sums_of_both_residences, more_ranks_than_cores;
 /* messages.c */
 scenario rings_in_groups, messages_of_all_pairs, messages_outside_of_groups, puts_and_signals;
 /* schedules.c */
