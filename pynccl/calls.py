@@ -13,12 +13,13 @@ import numpy as np
 
 from . import gpu
 from .abi.enums import Result
+from .abi.errors import InvalidUsageError
 from .arrays import STREAM_ORDERED
 from .config import algorithm_config
 from .core import Core
 from .elements import operation_name
 from .flight import gpu_flight, hand_over
-from .group import Deferred, nothing
+from .group import Deferred, ignore, nothing
 from .operations import OPERATIONS, Operation, Plan, check_rank, plan, plan_message
 from .premul import PreMulSum
 from .prepared import Prepared
@@ -307,6 +308,11 @@ class Collectives(Core):
             from .collectives.dispatch import run_algorithm  # only those who use schedules pay for them
 
             return run_algorithm(self, what.name, x, out, op, root, stream, algorithm)
+        if stream is None and algorithm is None and busy and self._in_group_only():
+            keys = (root,) * what.rooted + (op,) * what.reduces
+            made, result = self._quick_arrays(what, x, out, root)
+            if self._defer(what.name, what.function, keys, x, made):
+                return result
         planned = self._plan(what, x, out, op, root)
         function, arguments = self._call(what, planned, root, algorithm)
         self._issue(f"{what.name} ({function})", function, arguments, stream, planned)
@@ -320,11 +326,51 @@ class Collectives(Core):
 
     def _message(self, call: str, function: str, x: Any, peer: int, stream: Any, *, writes: bool) -> Any:
         self._check_open(call)
+        if (
+            stream is None
+            and busy
+            and self._in_group_only()
+            and self._defer(call, function, (peer,), x, None)
+        ):
+            return x if writes else None
         peer = check_rank(call, "peer", peer, self.size)
         planned = plan_message(call, x, self._place, writes=writes)
         arguments = (planned.send, planned.elements, planned.dtype, peer, self._handle)
         self._issue(f"{call} ({function})", function, arguments, stream, planned)
         return planned.result if writes else None
+
+    def _in_group_only(self) -> bool:
+        return current.stream is None and current.group is not None
+
+    def _quick_arrays(self, what: Operation, x: Any, out: Any, root: int | None) -> tuple[Any, Any]:
+        """``out`` for the quick path, and what the call returns there."""
+        gets = not what.rooted or root == self.rank
+        if out is None and not what.in_place_by_default and gets:
+            out = new_result(what, x, self.size)
+        result = x if out is None else out
+        return out, result if gets or not what.out_on_root else None
+
+    def _defer(self, name: str, function: str, keys: tuple[Any, ...], x: Any, out: Any) -> bool:
+        """Whether this is a call for the quick path; then the open group has it, and makes it at its end."""
+        take = getattr(self, f"_quick_{name}")
+        try:
+            for key in keys:
+                take = take[key]
+            if any(type(key) not in (int, str) for key in keys) or take(x, out, None):
+                return False
+        except (KeyError, TypeError):  # no such operation or rank; the general path says so
+            return False
+        called = f"{name} ({function})"
+
+        def make() -> int:
+            code = take(x, out)
+            if code == NOT_TAKEN:
+                raise InvalidUsageError(f"{called}: its array was changed before the end of the group")
+            return code
+
+        assert current.group is not None
+        current.group._add(Deferred(self.library, self, called, make, ignore, nothing, None))
+        return True
 
     def _issue(
         self, call: str, function: str, arguments: tuple[Any, ...], stream: Any, planned: Plan

@@ -65,6 +65,10 @@ def nothing() -> None:
     """For calls that need not know."""
 
 
+def ignore(code: int) -> None:
+    """For calls that have nothing to do afterwards."""
+
+
 @contextmanager
 def group(*, simulate: bool = False) -> Iterator[Group]:
     """Start all communication calls made in this block, in this thread, together when the block ends.

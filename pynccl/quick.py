@@ -47,13 +47,14 @@ KINDS = {
 }
 """The numbers that a record has for the calls."""
 
-Take = Callable[[Any, Any], int]
-"""``take(x, out)`` makes a call; it returns the library's result code, or NOT_TAKEN with nothing done."""
+Take = Callable[..., int]
+"""``take(x, out)`` makes a call; it returns the library's result code, or NOT_TAKEN with nothing done.
+``take(x, out, None)`` does nothing: it returns 0 if it would take them, or NOT_TAKEN."""
 
 _C_CONTIGUOUS, _WRITEABLE = 0x1, 0x400  # NumPy's flags
 
 
-def not_taken(x: Any, out: Any) -> int:
+def not_taken(*arrays: Any) -> int:
     """What stands for a collective's function where the quick path is closed."""
     return NOT_TAKEN
 

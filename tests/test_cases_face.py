@@ -504,11 +504,12 @@ def test_an_interrupt_anywhere_in_a_group_leaves_no_group_open(
                 raise pending.pop()
             return code
 
+        transposed = np.ones((2, 2)).T  # is called by the library's function of that name
         with monkeypatch.context() as patched:
             patched.setattr(comm.library, after, interrupted)
             with pytest.raises(KeyboardInterrupt), pynccl.group():
                 for _ in range(2):
-                    comm.all_gather(np.ones(1)) if after != "ncclAllReduce" else comm.all_reduce(np.ones(1))
+                    comm.all_gather(np.ones(1)) if after != "ncclAllReduce" else comm.all_reduce(transposed)
         # In a group that was left open nothing would be made before its end.
         with comm.split(0) as child:
             assert child.all_gather(np.full(1, 7.0)).tolist() == [7]

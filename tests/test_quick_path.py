@@ -229,11 +229,13 @@ def test_a_record_of_no_collective_is_refused(kind: int) -> None:
         assert function_of_arrays(comm, of_arrays)(np.ones(3), None) == NOT_TAKEN
 
 
-def test_a_function_of_arrays_takes_two_of_them() -> None:
+def test_a_function_of_arrays_takes_two_of_them_and_looks_with_three() -> None:
     with pynccl.init(library="host") as comm:
-        x = np.ones(3)
-        for arguments in ((), (x,), (x, x, x)):
+        x, out = np.ones(3), np.zeros(3)
+        for arguments in ((), (x,), (x, None), (x, None, None), (x, out, None, None)):
             assert comm._quick_all_gather(*arguments) == NOT_TAKEN
+        assert comm._quick_all_gather(x, out, None) == 0 and out.tolist() == [0, 0, 0]
+        assert comm._quick_all_gather(x, out) == 0 and out.tolist() == [1, 1, 1]
         with pytest.raises(TypeError, match="keyword"):
             comm._quick_all_gather(x, out=x)
 
@@ -373,3 +375,49 @@ def test_a_barrier_meets_on_the_quick_way_too() -> None:
         return general
 
     assert run_ranks(2, one, processes=False, library="host") == [["barrier (ncclAllReduce)"]] * 2
+
+
+def grouped(comm: Comm) -> tuple[tuple[int, int], Any]:
+    general: list[str] = []
+    issue = comm._issue
+
+    def counted(call: str, *rest: Any) -> Any:
+        general.append(call)
+        return issue(call, *rest)
+
+    comm._issue = counted
+    x, got, summed = numbers(comm, 3), np.zeros(3, "f4"), numbers(comm, 2)
+    with pynccl.group():
+        comm.send(x, 1 - comm.rank)
+        assert comm.recv(got, 1 - comm.rank) is got
+        assert comm.all_reduce(summed, op="max") is summed
+        gathered = comm.all_gather(x)
+        collected = comm.gather(x, 1)
+        assert comm.reduce(numbers(comm, 2), 0, op="min") is None or comm.rank == 0
+        assert (summed == numbers(comm, 2)).all()  # nothing has happened yet
+    made = [got, summed, gathered, np.zeros(0) if collected is None else collected]
+    quick_ones = len(general)
+    with pynccl.group():
+        comm.send(x, 1 - comm.rank)
+        comm.recv(got, np.int64(1 - comm.rank))  # not of the plainest kind
+    return (quick_ones, len(general)), [one.tolist() for one in made]
+
+
+def test_plain_calls_of_a_group_go_the_quick_way() -> None:
+    first, second = run_ranks(2, grouped, processes=False, library="host")
+    assert first[0] == second[0] == (0, 1)
+    assert first[1] == [[1, 2, 3], [1, 2], [0, 1, 2, 1, 2, 3], []]
+    assert second[1] == [[0, 1, 2], [1, 2], [0, 1, 2, 1, 2, 3], [0, 1, 2, 1, 2, 3]]
+
+
+def test_an_array_that_is_changed_inside_a_group_is_an_error_at_its_end() -> None:
+    with pynccl.init(library="host") as comm:
+        x, y = np.ones(4), np.ones(4)
+        with pytest.raises(pynccl.InvalidUsageError, match="all_reduce.*changed before the end of the group"):
+            with pynccl.group():
+                comm.all_reduce(x)
+                comm.all_reduce(y)
+                y.flags.writeable = False
+        assert comm.all_reduce(x) is x  # the group is gone, the communicator is not
+        with pynccl.group(), pytest.raises((TypeError, ValueError)):
+            comm.all_reduce(x, op="median")

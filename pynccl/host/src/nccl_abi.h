@@ -323,7 +323,8 @@ typedef struct {
 /* New Python objects, functions that make the call of the record at an address (an int object) and return its result code as an int. To be
  * called with the interpreter's lock, which the functions let go while they wait. NULL: another version of Python's interface.
  * The first: f(x, out), a call that waits, from x to out, with NULL for a stream. PYNCCL_NOT_TAKEN, and nothing done: these arrays, or
- * an x without an out, are not of the plainest kind; the caller can tell what is wrong, or copy. The second: f(), pyncclCall. */
+ * an x without an out, are not of the plainest kind; the caller can tell what is wrong, or copy. With any third argument it only looks whether
+ * it would take them. The second: f(), pyncclCall. */
 NCCL_API void *pyncclFunctionOfArrays(const pyncclPython_t *python, void *address);
 NCCL_API void *pyncclFunctionOfCall(const pyncclPython_t *python, void *address);
 
