@@ -21,6 +21,7 @@ PROGRAM = (
     "world",
     "calls",
     "collectives",
+    "ahead",
     "messages",
     "schedules",
     "streams",

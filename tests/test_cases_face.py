@@ -100,7 +100,7 @@ def test_ranks_that_wait_for_each_others_messages_are_told_of_groups(first: str)
             ("float64", "float32"),
         ),
         (lambda c: c.all_reduce(np.ones(4)), lambda c: c.all_reduce(np.ones(4), op="max"), ("sum", "max")),
-        (lambda c: c.broadcast(np.ones(4), 0), lambda c: c.broadcast(np.ones(4), 1), ("root=0", "root=1")),
+        (lambda c: c.broadcast(np.ones(900), 0), lambda c: c.broadcast(np.ones(900), 1), ("root=0", "=1")),
         (lambda c: c.barrier(), lambda c: c.all_gather(np.ones(4)), ("as a barrier does", "all_gather")),
     ],
 )
@@ -108,6 +108,77 @@ def test_different_calls_are_an_error_naming_both(first: Any, second: Any, words
     for text in errors(lambda comm: (first, second)[comm.rank](comm)):
         assert text.startswith("InvalidUsageError")
         assert all(word in text for word in words)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (lambda c: c.broadcast(np.ones(4), 0), lambda c: c.broadcast(np.ones(4), 1), ("root=0", "root=1")),
+        (lambda c: c.broadcast(np.ones(4), 0), lambda c: c.broadcast(np.ones(5), 0), ("count=4", "count=5")),
+        (lambda c: c.reduce(np.ones(4), 1), lambda c: c.gather(np.ones(4), 1), ("reduce", "gather")),
+        (lambda c: c.scatter(np.ones(4), 0), lambda c: c.all_reduce(np.ones(4)), ("scatter", "all_reduce")),
+    ],
+)
+@pytest.mark.parametrize("between", [0, 1, 100])
+def test_a_rank_that_waited_for_nobody_is_told_of_different_calls_later(
+    first: Any, second: Any, words: tuple[str, str], between: int
+) -> None:
+    """Where only the root waits, or only the others: at the next call for which all wait, or after 32."""
+
+    def rank(comm):
+        texts = [error_of(lambda: (first, second)[comm.rank](comm))]
+        texts += [error_of(lambda: comm.broadcast(np.ones(2))) for _ in range(between)]
+        texts.append(error_of(comm.barrier))
+        comm.barrier()
+        assert comm.all_reduce(np.ones(2))[0] == 2
+        return texts
+
+    for texts in run_ranks(2, rank, library="host", timeout=30):
+        told = [text for text in texts if text != "no error"]
+        assert told[0].startswith("InvalidUsageError")
+        assert "operation 1 of communicator" in told[0]
+        assert all(word in told[0] for word in words)
+        assert texts[-1].startswith("InvalidUsageError")
+        assert len(told) >= between - 32
+
+
+def test_a_rank_that_only_ran_ahead_is_told_of_different_calls_when_it_ends() -> None:
+    def rank(comm):
+        comm.broadcast(np.ones(4), comm.rank)
+        return error_of(comm.destroy)
+
+    texts = run_ranks(2, rank, library="host", timeout=30)
+    assert any("operation 1 of communicator" in text and "root=1" in text for text in texts), texts
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda comm, child: child.all_reduce(np.ones(4 + comm.rank)),
+        lambda comm, child: child.broadcast(np.ones(4 + comm.rank)),
+        lambda comm, child: (child.recv if comm.rank else child.send)(np.ones(4 + comm.rank), 1 - comm.rank),
+    ],
+    ids=["all_reduce", "broadcast", "message"],
+)
+def test_a_disagreement_on_a_non_blocking_communicator_is_its_state(call: Any) -> None:
+    """Nobody waits for its operations one by one."""
+
+    def rank(comm):
+        child = comm.split(0, config={"blocking": 0})
+        child.wait(30)
+
+        def call_and_meet() -> None:
+            call(comm, child)
+            child.wait(30)
+            child.barrier()
+            child.wait(30)
+
+        text = error_of(call_and_meet)
+        child.abort()
+        return text
+
+    texts = run_ranks(2, rank, library="host", timeout=30)
+    assert all("count=4" in text and "count=5" in text for text in texts), texts
 
 
 # 4

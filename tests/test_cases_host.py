@@ -125,6 +125,45 @@ def test_kill_9_of_a_rank_during_a_long_send_is_an_error_at_its_peer() -> None:
     assert set(caught.value.failures) == {1}, caught.value
 
 
+def test_a_root_that_runs_ahead_of_a_killed_rank_gets_the_error_before_long() -> None:
+    def rank(comm):
+        x = np.ones(2)
+        comm.barrier()
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(pynccl.RemoteError, match=r"rank 1 \(process \d+\) is gone"):
+            for _ in range(33):
+                comm.broadcast(x)
+        comm.abort()
+        return "named it"
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, rank, library="host")
+    assert set(caught.value.failures) == {1}, caught.value
+
+
+def test_what_a_root_gave_before_it_was_killed_arrives() -> None:
+    def rank(comm):
+        meeting = comm.split(0)  # the others begin when the root has given all
+        x = np.full(100, -1.0)
+        if comm.rank == 0:
+            for k in range(20):
+                comm.broadcast(np.full(100, float(k)))
+            meeting.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+        meeting.barrier()
+        for k in range(20):
+            comm.broadcast(x)
+            assert (x == k).all()
+        comm.abort()
+        meeting.abort()
+        return "all of it"
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(3, rank, library="host")
+    assert set(caught.value.failures) == {0}, caught.value
+
+
 def test_a_rank_that_finishes_first_and_leaves_is_no_error() -> None:
     def rank(comm):
         x = np.full(300_000, comm.rank + 1.0)

@@ -49,6 +49,12 @@ static const struct {
     SCENARIO(deadlines),
     SCENARIO(revokes),
     SCENARIO(windows_refused),
+    SCENARIO(small_rooted_calls_among_others),
+    SCENARIO(how_far_ranks_run_ahead),
+    SCENARIO(leaving_after_running_ahead),
+    SCENARIO(running_ahead_on_streams),
+    SCENARIO(ranks_that_ran_ahead_and_disagree),
+    SCENARIO(waiting_for_room_in_vain),
 };
 
 static char running[200];

@@ -113,6 +113,9 @@ typedef void scenario(uint64_t seed);
 /* collectives.c */
 scenario collectives_one_after_another, collectives_in_groups, communicators_side_by_side, one_thread_drives_all_ranks;
 scenario collectives_without_a_pause, premultiplied_sums_of_both_residences, more_ranks_than_cores;
+/* ahead.c */
+scenario small_rooted_calls_among_others, how_far_ranks_run_ahead, leaving_after_running_ahead, running_ahead_on_streams;
+scenario ranks_that_ran_ahead_and_disagree, waiting_for_room_in_vain;
 /* messages.c */
 scenario rings_in_groups, messages_of_all_pairs, messages_outside_of_groups, puts_and_signals;
 /* schedules.c */

@@ -7,10 +7,10 @@ SCENE(sections_of_every_layout_are_whole_pages_one_after_another) {
   for (int n = 1; n <= MAX_RANKS; n++) {
     struct layout at = layout_of(n);
     size_t pairs = (size_t)n * n;
-    size_t starts[] = {0, at.lines, at.channels, at.signals, at.small, at.stage, at.p2p, at.total};
+    size_t starts[] = {0, at.lines, at.channels, at.signals, at.small, at.ahead, at.stage, at.p2p, at.total};
     size_t sizes[] = {sizeof(struct segment_head),  n * sizeof(struct rank_lines), pairs * sizeof(struct channel), pairs * sizeof(struct signals),
-                      n * 2 * (size_t)ONE_SHOT_BYTES, n * at.ring, pairs * P2P_SLOTS * at.p2p_chunk};
-    for (int i = 0; i < 7; i++) {
+                      n * 2 * (size_t)ONE_SHOT_BYTES, n * AHEAD * at.ahead_bytes, n * at.ring, pairs * P2P_SLOTS * at.p2p_chunk};
+    for (int i = 0; i < 8; i++) {
       CHECK(starts[i + 1] % 4096 == 0);
       CHECK(starts[i + 1] - starts[i] >= sizes[i]);
       CHECK(starts[i + 1] - starts[i] < sizes[i] + 4096);
@@ -18,6 +18,8 @@ SCENE(sections_of_every_layout_are_whole_pages_one_after_another) {
     CHECK(at.chunk >= 4096 && at.chunk % 4096 == 0 && at.ring % at.chunk == 0 && at.ring / at.chunk >= STAGE_SLOTS);
     CHECK(n * at.ring <= 16 * MiB && (n > 2 || at.ring == 2 * MiB));
     CHECK(at.p2p_chunk >= 4096 && at.p2p_chunk % 4096 == 0 && (at.p2p_chunk == 4096 || pairs * P2P_SLOTS * at.p2p_chunk <= 64 * MiB));
+    CHECK(at.ahead_bytes >= 1024 && at.ahead_bytes % LINE == 0 && n * AHEAD * at.ahead_bytes <= 8 * MiB);
+    CHECK(n > 64 || at.ahead_bytes == 4096);
     CHECK(n > 16 || (at.chunk == 256 * KiB && at.p2p_chunk == 64 * KiB));
   }
 }

@@ -1,11 +1,12 @@
 /* The eight collectives: one table and four paths.
  *
  * Every collective begins the same way: each rank publishes a post (what it calls, and how), then waits for the posts of all. So every
- * rank sees a disagreement before any data moves, all fail with the same words, and the communicator stays usable. The post of
- * operation k may overwrite that of k - 2: who publishes k has completed k - 1, so all have published k - 1 and are done with k - 2.
+ * rank sees a disagreement before any data moves, all fail with the same words, and the communicator stays usable. Small rooted ones do not
+ * wait for all: posts.c says who waits for whom, how far a rank may run ahead of the others, and how it then hears of a disagreement.
  *
  *   one-shot  contributions of at most ONE_SHOT_BYTES are written (inside the post's own line when tiny) before the post is published;
- *             then everybody takes what it needs. One synchronisation. The same argument makes two buffers a rank enough.
+ *             then everybody takes what it needs. One synchronisation. Two buffers a rank are enough for those that wait for all, for
+ *             who begins the next but one knows that all have begun the next; those who run ahead have a ring of smaller ones.
  *   mapped    the buffers lie in heaps that all ranks map (ncclMemAlloc): data moves once, straight from user memory to user memory.
  *   direct    large plain memory that is only moved: the kernel copies it once, from process to process (direct.c).
  *   staged    plain memory: chunks travel through slots, as a pipeline of stages (in, [reduce,] out). The first chunk goes before the post
@@ -14,10 +15,9 @@
  * Staged and mapped operations are a fixed sequence of steps, the same on all ranks (some do nothing on some ranks). A rank's counter of
  * completed steps (ticks) is all that the others look at. Stage t of chunk c is step T * (c + t) + t of T stages: software pipelining with
  * a closed form. Reductions run over the ranks in rank order in every path, so the bits are the same on all ranks and in every run. */
-#include <stdio.h>
 #include <string.h>
 
-#include "collective.h"
+#include "posts.h"
 
 const struct kind_info kinds[KINDS] = {
     /*                 name            blocks reduces from_root to_root */
@@ -38,49 +38,16 @@ const struct kind_info kinds[KINDS] = {
 };
 
 static size_t contribution(const struct op *op) { return kinds[op->kind].blocks ? op->bytes * op->comm->nranks : op->bytes; }
-static bool rooted(enum kind kind) { return kinds[kind].from_root || kinds[kind].to_root; }
 
-/* ---- posts ------------------------------------------------------------------------------------------------------------------- */
+/* ---- exposing ---------------------------------------------------------------------------------------------------------------- */
 
-static uint64_t signature_of(const struct op *op) {
-  const uint64_t redop = kinds[op->kind].reduces ? (uint64_t)op->redop : 0xff;
-  const uint64_t root = rooted(op->kind) || op->kind == SCHEDULE ? (uint64_t)(uint32_t)op->root : 0xffff;
-  return (uint64_t)op->kind | (uint64_t)op->dtype << 8 | redop << 16 | root << 32;
-}
-
-static const char *call_words(uint64_t signature, uint64_t count, char *buffer, size_t size) {
-  const enum kind kind = signature & 0xff;
-  if (kind == SCHEDULE && count == 0) { /* one of no elements, or what pyncclAgree is called for */
-    snprintf(buffer, size, "run #%08x", (unsigned)(signature >> 32));
-    return buffer;
-  }
-  const int used = snprintf(buffer, size, "%s(count=%llu, %s", kinds[kind].name, (unsigned long long)count, dtype_name(signature >> 8 & 0xff));
-  size_t at = (size_t)used < size ? (size_t)used : size - 1;
-  if (kinds[kind].reduces) at += snprintf(buffer + at, size - at, ", %s", redop_name(signature >> 16 & 0xff));
-  if (at < size && rooted(kind)) at += snprintf(buffer + at, size - at, ", root=%d", (int)(signature >> 32));
-  if (at < size && kind == SCHEDULE) at += snprintf(buffer + at, size - at, ", #%08x", (unsigned)(signature >> 32));
-  const bool barrier = kind == ALL_REDUCE && count == 1 && (signature >> 8 & 0xff) == ncclUint8 && (signature >> 16 & 0xff) == REDUCE_MAX;
-  if (at < size) snprintf(buffer + at, size - at, barrier ? ") as a barrier does" : ")");
-  return buffer;
-}
-
-const char *op_words(const struct op *op, char *buffer, size_t size) {
-  if (op->kind <= SCHEDULE) return call_words(signature_of(op), op->count, buffer, size);
-  if (op->kind == SEND || op->kind == RECV)
-    snprintf(buffer, size, "%s(count=%zu, %s, peer=%d)", kinds[op->kind].name, op->count, dtype_name(op->dtype), op->root);
-  else
-    snprintf(buffer, size, "%s(peer=%d)", kinds[op->kind].name, op->root);
-  return buffer;
-}
-
-static char *small_of(const struct ncclComm *comm, int rank, uint64_t sequence) {
-  return comm->segment->base + comm->layout.small + ((size_t)rank * 2 + (sequence & 1)) * ONE_SHOT_BYTES;
-}
-
-/* Where a contribution of `bytes` bytes is exposed in a one-shot. */
-static char *exposure_of(const struct ncclComm *comm, int rank, uint64_t sequence, size_t bytes) {
-  if (bytes <= sizeof((struct post *)0)->payload) return (char *)post_of(comm, rank, sequence)->payload;
-  return small_of(comm, rank, sequence);
+/* Where a contribution is exposed in a one-shot. */
+static char *exposure_of(const struct op *op, int rank) {
+  const struct ncclComm *comm = op->comm;
+  const struct layout *at = &comm->layout;
+  if (contribution(op) <= TINY_BYTES) return (char *)post_of(comm, rank, op->ticket)->payload;
+  if (op->ahead) return comm->segment->base + at->ahead + ((size_t)rank * AHEAD + op->ticket % AHEAD) * at->ahead_bytes;
+  return comm->segment->base + at->small + ((size_t)rank * 2 + op->turn) * ONE_SHOT_BYTES;
 }
 
 /* My contribution to bytes [offset, offset + length) of each block, packed at `to`. My own block stays where it is: only I read it. */
@@ -136,17 +103,16 @@ void take(const struct op *op, const char *const *sources, size_t stride, size_t
 static void announce(struct op *op) {
   struct ncclComm *comm = op->comm;
   struct rank_lines *lines = lines_of(comm, comm->rank);
-  struct post *post = &lines->posts[op->ticket & 1];
+  struct post *post = post_begin(op);
   const size_t bytes = contribution(op);
-  post->signature = signature_of(op);
-  post->count = op->count;
-  post->send_at = post->recv_at = NOT_MAPPED;
+  if (!op->ahead) op->turn = comm->calls.synchronising++ & 1;
   if (op->redop == REDUCE_PREMULSUM) memcpy(post->scalar, op->scalar_device != NULL ? op->scalar_device : op->scalar, op->element);
   if (op->kind == SCHEDULE) {
     schedule_announce(op, post);
   } else if (bytes <= ONE_SHOT_BYTES) {
-    expose(op, exposure_of(comm, comm->rank, op->ticket, bytes), 0, op->bytes);
+    expose(op, exposure_of(op, comm->rank), 0, op->bytes);
   } else {
+    post->send_at = post->recv_at = NOT_MAPPED;
     post->address[0] = (uintptr_t)op->send;
     post->address[1] = (uintptr_t)op->recv;
   }
@@ -157,32 +123,17 @@ static void announce(struct op *op) {
     if (receives(op)) post->recv_at = heap_offset(op->recv, received);
   }
   post->in_place = op->send == op->recv;
-  post->early = op->kind != SCHEDULE && bytes > ONE_SHOT_BYTES ? stage_early(op, post) : 0;
-  atomic_store_explicit(&lines->entered, op->ticket, memory_order_relaxed);
-  atomic_store_explicit(&post->sequence, op->ticket, memory_order_release);
-}
-
-/* All posts are here: does everybody call the same? Every rank compares the same posts in the same order, so all say the same. */
-static bool agree(struct op *op) {
-  const struct ncclComm *comm = op->comm;
-  const struct post *first = post_of(comm, 0, op->ticket);
-  for (int rank = 1; rank < comm->nranks; rank++) {
-    const struct post *post = post_of(comm, rank, op->ticket);
-    if (post->signature == first->signature && post->count == first->count) continue;
-    char here[160], there[160];
-    fail(op->comm, ncclInvalidUsage, "operation %llu of communicator \"%s\" differs between ranks: rank 0 calls %s, rank %d calls %s",
-         (unsigned long long)op->ticket, comm->name, call_words(first->signature, first->count, here, sizeof here), rank,
-         call_words(post->signature, post->count, there, sizeof there));
-    return false;
-  }
-  return true;
+  if (op->kind != SCHEDULE && bytes > ONE_SHOT_BYTES) post->early = stage_early(op, post);
+  post_publish(op, post);
 }
 
 /* ---- one-shot ---------------------------------------------------------------------------------------------------------------- */
 
 static void one_shot(const struct op *op) {
   const char *sources[MAX_RANKS];
-  for (int rank = 0; rank < op->comm->nranks; rank++) sources[rank] = exposure_of(op->comm, rank, op->ticket, contribution(op));
+  const bool one = kinds[op->kind].from_root;
+  if (!receives(op)) return;
+  for (int rank = one ? op->root : 0; rank < (one ? op->root + 1 : op->comm->nranks); rank++) sources[rank] = exposure_of(op, rank);
   take(op, sources, op->bytes, 0, op->bytes);
 }
 
@@ -282,20 +233,16 @@ enum progress collective_progress(struct op *op) {
       alone(op);
       return op_finish(op, ncclSuccess);
     }
+    if (!post_has_room(op)) return WAITING;
     announce(op);
     op->phase = ANNOUNCED;
-    op->scan = 0;
     moved = true;
   }
   if (op->phase == ANNOUNCED) {
-    for (; op->scan < comm->nranks; op->scan++) {
-      if (atomic_load_explicit(&post_of(comm, op->scan, op->ticket)->sequence, memory_order_acquire) == op->ticket) continue;
-      op->awaited = op->scan;
-      return moved ? MOVED : WAITING;
-    }
-    if (!agree(op)) {
+    if (!posts_have_come(op)) return moved ? MOVED : WAITING;
+    if (!posts_agree(op)) {
       const bool waits = stream_is_default(op->stream) && comm->blocking;
-      if (op->kind == SCHEDULE && op->schedule == NULL && !waits) comm_break(comm, ncclInvalidUsage, "%s", thread_error());
+      if (!is_heard(op) || (op->kind == SCHEDULE && op->schedule == NULL && !waits)) comm_break(comm, ncclInvalidUsage, "%s", thread_error());
       return op_finish(op, ncclInvalidUsage);
     }
     if (op->count == 0) return op_finish(op, ncclSuccess);

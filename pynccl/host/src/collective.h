@@ -19,7 +19,6 @@ struct target { /* where a result goes */
 static inline bool contributes(const struct op *op) { return !kinds[op->kind].from_root || op->comm->rank == op->root; }
 static inline bool receives(const struct op *op) { return !kinds[op->kind].to_root || op->comm->rank == op->root; }
 static inline int next_rank(const struct ncclComm *comm, int rank) { return rank + 1 == comm->nranks ? 0 : rank + 1; }
-static inline struct post *post_of(const struct ncclComm *comm, int rank, uint64_t sequence) { return &lines_of(comm, rank)->posts[sequence & 1]; }
 static inline void move(void *to, const void *from, size_t bytes) {
   if (to != from && bytes > 0) memcpy(to, from, bytes);
 }

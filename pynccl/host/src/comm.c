@@ -199,6 +199,12 @@ static void set_life(struct ncclComm *comm, enum life life) {
   if (comm->head != NULL) atomic_store_explicit(&lines_of(comm, comm->rank)->life, life, memory_order_release);
 }
 
+/* A rank that has run ahead may end without having heard from the others. */
+static ncclResult_t check_calls(struct ncclComm *comm, const char *call) {
+  const bool well = atomic_load(&comm->state) == ncclSuccess && !atomic_load(&comm->abort) && !atomic_load(&comm->revoked);
+  return well && comm->head != NULL ? calls_end(comm, call) : ncclSuccess;
+}
+
 /* Bounded so that a finalize or destroy on one rank never outlasts the deadline of the operations it waits for. */
 ncclResult_t ncclCommFinalize(ncclComm_t handle) {
   ncclResult_t code;
@@ -211,8 +217,10 @@ ncclResult_t ncclCommFinalize(ncclComm_t handle) {
     code = atomic_load(&comm->pending) > 0 ? ncclInProgress : ncclSuccess;
   } else if ((code = become_quiet(comm, "ncclCommFinalize")) == ncclSuccess) {
     atomic_store(&comm->finalized, 1);
+    const ncclResult_t agreed = check_calls(comm, "ncclCommFinalize");
     set_life(comm, LIFE_FINALIZED);
     code = (ncclResult_t)atomic_load(&comm->state);
+    if (code == ncclSuccess) code = agreed;
   }
   comm_leave(comm);
   return code;
@@ -237,11 +245,14 @@ ncclResult_t ncclCommDestroy(ncclComm_t handle) {
     comm_leave(comm);
     return fail(NULL, ncclInvalidUsage, "ncclCommDestroy: another thread ended this communicator at the same time");
   }
+  char words[600];
+  code = check_calls(comm, "ncclCommDestroy");
+  snprintf(words, sizeof words, "%s", code != ncclSuccess ? thread_error() : "");
   set_life(comm, LIFE_DESTROYED);
   comm_leave(comm);
   quiet(comm, 0, 1.0, NULL); /* a caller that was just refused may still be on its way out */
   comm_free(comm);
-  return ncclSuccess;
+  return code == ncclSuccess ? ncclSuccess : fail(NULL, code, "%s", words); /* it is destroyed all the same */
 }
 
 ncclResult_t ncclCommAbort(ncclComm_t handle) {

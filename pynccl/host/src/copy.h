@@ -15,6 +15,15 @@
 void copy_streaming(void *to, const void *from, size_t bytes);
 void copy_fence(void);
 
+/* Have the line of `to` in this core's cache, as its own, before it is written: other cores had it last. */
+static inline void prefetch_to_write(const void *to) {
+#if defined(__x86_64__)
+  __asm__ volatile("prefetchw %0" : : "m"(*(const char *)to)); /* the builtin would fetch it to read, for processors of 2003 */
+#else
+  __builtin_prefetch(to, 1);
+#endif
+}
+
 /* Bytes that the ranks of one machine may touch in a call before results go past the caches: PYNCCL_STREAMING_BYTES (0: always, and whatever
  * is handed to other cores, too), else the size of the last-level cache. */
 size_t streaming_threshold(void);

@@ -76,7 +76,7 @@ static void take_config(struct ncclComm *comm, const ncclConfig_t *config) {
 /* ---- building --------------------------------------------------------------------------------------------------------------------- */
 
 struct hello { /* what ranks tell each other in each round */
-  int code, pid, mappable;
+  int code, pid, mappable, crowded;
   size_t direct_bytes;
 };
 
@@ -142,6 +142,7 @@ static ncclResult_t build(struct ncclComm *comm, const char *what, const struct 
   cpu_set_t cores;
   comm->oversubscribed = sched_getaffinity(0, sizeof cores, &cores) == 0 && CPU_COUNT(&cores) < comm->nranks;
   comm->layout = layout_of(comm->nranks);
+  calls_begin(comm, 1);
   if (comm->name[0] == 0)
     snprintf(comm->name, sizeof comm->name, "%02x%02x%02x%02x", comm->token.bytes[0], comm->token.bytes[1], comm->token.bytes[2], comm->token.bytes[3]);
   if (comm->rank == 0) mine.code = segment_create(comm->layout.total, comm->layout.p2p, &fd);
@@ -157,6 +158,7 @@ static ncclResult_t build(struct ncclComm *comm, const char *what, const struct 
   code = round_of_hellos(comm, "attached", mine, all, -1, NULL, &waiting, what);
   if (code != ncclSuccess) return code;
   mine.mappable = 1;
+  mine.crowded = comm->oversubscribed;
   mine.direct_bytes = direct_threshold();
   for (int rank = 0; rank < comm->nranks; rank++) {
     mine.mappable = mine.mappable && can_map(comm, rank);
@@ -166,8 +168,10 @@ static ncclResult_t build(struct ncclComm *comm, const char *what, const struct 
   if (code != ncclSuccess) return code;
   comm->mappable = true;
   comm->direct_bytes = 0;
+  comm->ahead_bytes = comm->layout.ahead_bytes < AHEAD_BYTES_UNCROWDED ? comm->layout.ahead_bytes : AHEAD_BYTES_UNCROWDED;
   for (int rank = 0; rank < comm->nranks; rank++) {
     comm->mappable = comm->mappable && all[rank].mappable;
+    if (all[rank].crowded) comm->ahead_bytes = comm->layout.ahead_bytes; /* each wait costs a turn of the scheduler */
     if (all[rank].direct_bytes > comm->direct_bytes) comm->direct_bytes = all[rank].direct_bytes;
   }
   return ncclSuccess;

@@ -115,7 +115,10 @@ enum progress message_progress(struct op *op) {
       op->awaited = op->root;
       return moved ? MOVED : WAITING;
     }
-    if (!agree(op, send, recv)) return op_finish(op, ncclInvalidUsage);
+    if (!agree(op, send, recv)) {
+      if (!is_heard(op)) comm_break(comm, ncclInvalidUsage, "%s", thread_error());
+      return op_finish(op, ncclInvalidUsage);
+    }
     plan(op, recv);
     op->awaited = op->root;
     op->phase = RUNNING;

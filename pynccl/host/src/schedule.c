@@ -57,7 +57,7 @@ static char *staging_of(const struct ncclComm *comm, int rank) {
   return comm->segment->base + comm->layout.stage + (size_t)rank * comm->layout.ring;
 }
 
-static struct post *post_at(const struct op *op, int rank) { return &lines_of(op->comm, rank)->posts[op->ticket & 1]; }
+static struct post *post_at(const struct op *op, int rank) { return post_of(op->comm, rank, op->ticket); }
 
 static uint64_t mapped_at(const struct op *op, const void *pointer, int blocks) {
   if (pointer == NULL || blocks == 0 || !op->comm->mappable || heap_descriptor() < 0) return NOT_MAPPED;
@@ -66,7 +66,7 @@ static uint64_t mapped_at(const struct op *op, const void *pointer, int blocks) 
 
 void schedule_announce(const struct op *op, struct post *post) {
   if (op->count == 0) return;
-  post->payload[0] = op->comm->oversubscribed; /* cores may differ, slabs must not */
+  post->crowded = op->comm->oversubscribed; /* cores may differ, slabs must not */
   post->send_at = mapped_at(op, op->send, op->schedule->in_blocks);
   post->recv_at = mapped_at(op, op->recv, op->schedule->out_blocks);
   if (heap_descriptor() >= 0) atomic_store_explicit(&lines_of(op->comm, op->comm->rank)->heap_fd, heap_descriptor(), memory_order_relaxed);
@@ -135,7 +135,7 @@ static bool plan_slabs(struct op *op, struct schedule_run *run) {
   for (int rank = 0; rank < comm->nranks; rank++) {
     in = in || needs_staging(op, rank, IN);
     out = out || needs_staging(op, rank, OUT);
-    crowded = crowded || post_at(op, rank)->payload[0] != 0;
+    crowded = crowded || post_at(op, rank)->crowded != 0;
   }
   const size_t most = most_blocks(schedule);
   const size_t blocks = (in ? (size_t)schedule->in_blocks : 0) + (out ? (size_t)schedule->out_blocks : 0) + scratch;

@@ -26,6 +26,9 @@
 #define RINGS (4 * MiB)
 #define STAGE_MOST (16 * MiB) /* of all stages together: they should stay in the last-level cache */
 
+#define AHEAD_BYTES (4 * KiB) /* of a slot of those that run ahead */
+#define AHEAD_MOST (8 * MiB)  /* of all of them together */
+
 #define P2P_CHUNK (64 * KiB)
 #define P2P_MOST (64 * MiB) /* address space of all channels together; memory comes pair by pair */
 #define RESERVE_STEP (64 * MiB)
@@ -40,7 +43,9 @@ static size_t share_of(size_t wanted, size_t pieces, size_t most) {
 
 struct layout layout_of(int nranks) {
   size_t n = (size_t)nranks, pairs = n * n;
+  const size_t ahead = AHEAD_MOST / (n * AHEAD);
   struct layout at = {
+      .ahead_bytes = ahead < AHEAD_BYTES ? ahead & ~(size_t)(LINE - 1) : AHEAD_BYTES,
       .chunk = share_of(CHUNK, n * STAGE_SLOTS, STAGE_MOST),
       .p2p_chunk = share_of(P2P_CHUNK, pairs * P2P_SLOTS, P2P_MOST),
   };
@@ -50,7 +55,8 @@ struct layout layout_of(int nranks) {
   at.channels = at.lines + round_up(n * sizeof(struct rank_lines));
   at.signals = at.channels + round_up(pairs * sizeof(struct channel));
   at.small = at.signals + round_up(pairs * sizeof(struct signals));
-  at.stage = at.small + round_up(n * 2 * ONE_SHOT_BYTES);
+  at.ahead = at.small + round_up(n * 2 * ONE_SHOT_BYTES);
+  at.stage = at.ahead + round_up(n * AHEAD * at.ahead_bytes);
   at.p2p = at.stage + n * at.ring;
   at.total = at.p2p + pairs * P2P_SLOTS * at.p2p_chunk;
   return at;

@@ -177,6 +177,13 @@ static void doing_words(const struct op *op, char *words, size_t size) {
                  : "");
 }
 
+/* The ranks may wait in vain because they call different things. */
+static void add_difference(const struct op *op, char *words, size_t size) {
+  char difference[512];
+  const size_t used = strlen(words);
+  if (op_difference(op, difference, sizeof difference)) snprintf(words + used, size - used, "; %s", difference);
+}
+
 static void say_doing(const struct op *op, bool waiting) {
   const uint64_t doing = waiting ? ((uint64_t)(op->awaited + 1) << 32) | (uint64_t)(op->kind + 1) : 0;
   atomic_store_explicit(&lines_of(op->comm, op->comm->rank)->doing, doing, memory_order_relaxed);
@@ -185,7 +192,7 @@ static void say_doing(const struct op *op, bool waiting) {
 /* One operation that made no progress: is there a reason to give it up? Returns ncclSuccess to go on waiting. */
 static ncclResult_t look(struct op *op, double time, bool ask_kernel) {
   struct ncclComm *comm = op->comm;
-  char words[160], why[256];
+  char words[160], why[800];
   if (atomic_load_explicit(&comm->abort, memory_order_acquire) || atomic_load_explicit(&comm->revoked, memory_order_acquire))
     return fail(comm, ncclInternalError, "%s: given up, this rank's communicator was %s while it waited",
                 op_words(op, words, sizeof words), atomic_load(&comm->revoked) ? "revoked" : "aborted");
@@ -210,10 +217,12 @@ static ncclResult_t look(struct op *op, double time, bool ask_kernel) {
     /* It may have done its part and left before we looked: only a second look at the counters decides. */
     const enum progress progress = op->phase == COMPLETE ? DONE : kinds[op->kind].progress(op);
     if (progress != WAITING) return ncclSuccess;
+    add_difference(op, why, sizeof why);
     return comm_break(comm, ncclRemoteError, "%s: %s", op_words(op, words, sizeof words), why);
   }
   if (time - op->since > comm->timeout) {
     doing_words(op, why, sizeof why);
+    add_difference(op, why, sizeof why);
     return comm_break(comm, ncclTimeout, "%s: rank %d waited %.1f s for rank %d; %s", op_words(op, words, sizeof words), comm->rank,
                       time - op->since, op->awaited, why);
   }
