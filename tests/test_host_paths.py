@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
+import threading
 
 import numpy as np
 import pytest
@@ -147,6 +149,49 @@ def test_large_ordinary_arrays(direct: str | None, monkeypatch: pytest.MonkeyPat
     if direct is not None:
         monkeypatch.setenv("PYNCCL_DIRECT_BYTES", direct)
     run_ranks(3, large, timeout=60, library="host")
+
+
+def stop_a_root_that_writes(rank: int, size: int, first: pynccl.UniqueId, second: pynccl.UniqueId) -> bool:
+    """Rank 1 stops the root while that writes into its array, gives up, and wakes it. True: so it went."""
+    count, share = 128 << 20, 64 << 20  # the root writes the second half
+    comm = pynccl.Communicator(size, first, rank, library="host", timeout=1)
+    beside = pynccl.Communicator(size, second, rank, library="host")
+    root = int(comm.all_gather(np.array([os.getpid()]))[0])
+    x = np.full(count, 0 if rank else 5, np.uint8)
+    over = threading.Event()
+
+    def stop() -> None:
+        while x[share] == 0 and not over.is_set():
+            pass
+        os.kill(root, signal.SIGSTOP)
+
+    watch = threading.Thread(target=stop)
+    if rank == 1:
+        watch.start()
+    try:
+        comm.broadcast(x, root=0)
+        failed = False
+    except pynccl.NcclError:
+        failed = True
+    over.set()
+    if rank == 1:
+        watch.join()
+        x[:] = 7
+        os.kill(root, signal.SIGCONT)
+    beside.barrier()  # the root has come back from its call, however that went
+    if rank == 1:
+        assert (x == 7).all()
+    beside.destroy()
+    comm.abort()
+    return failed
+
+
+def test_nobody_writes_to_an_array_whose_rank_gave_up() -> None:
+    went = []
+    while not any(went) and len(went) < 5:  # the root may be done before it is stopped
+        another = pynccl.get_unique_id("host")
+        went.append(run_ranks(2, stop_a_root_that_writes, another, library="host", comm=False)[1])
+    assert any(went)
 
 
 def differently(comm: pynccl.Communicator) -> int:

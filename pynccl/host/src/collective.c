@@ -195,6 +195,7 @@ static enum progress run_steps(struct op *op) {
       const ncclResult_t code = op->path == PATH_DIRECT ? direct_step(op) : mapped_step(op);
       if (code != ncclSuccess) {
         comm_break(comm, code, "%s: %s", kinds[op->kind].name, thread_error());
+        direct_withdraw(op);
         return op_finish(op, code);
       }
     }

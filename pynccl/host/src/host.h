@@ -26,6 +26,7 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <sys/types.h>
+#include <sys/uio.h>
 
 #include "nccl_abi.h"
 #include "reduce.h"
@@ -161,7 +162,11 @@ struct rank_lines { /* what one rank alone writes */
   _Atomic uint64_t refused; /* tag of the last derived communicator or window that this rank failed to make */
   _Atomic int core;         /* where it last began to wait */
   pid_t pid;
-  uint64_t own_pid_at; /* where that process has `pid`: peers try to read it to learn whether they may read its memory */
+  uint64_t own_pid_at; /* where that process has `pid`: peers try to read and write it to learn whether they may */
+  _Alignas(LINE) _Atomic int reaches; /* the rank + 1 into whose memory this one is having the kernel write, at `there`; see direct.c */
+  pid_t thread;                       /* that does so */
+  struct iovec there;
+  _Alignas(LINE) _Atomic uint64_t closed; /* tickets up to here: nobody may write into this rank's memory any more */
 };
 
 struct channel { /* one direction of one pair of ranks */
@@ -301,7 +306,9 @@ struct ncclComm *comm_enter(ncclComm_t handle, const char *call, bool need_healt
 void comm_leave(struct ncclComm *comm);
 /* direct.c: reading the memory of another process. */
 #define DIRECT_BYTES ((size_t)4 << 20) /* of all blocks: from here on it is faster, by 1.2 to 2.5 times; at 2 MiB as fast, at 1 MiB slower */
-bool can_read(const struct ncclComm *comm, int rank);
+bool can_reach(const struct ncclComm *comm, int rank);
+struct op;
+void direct_withdraw(const struct op *op); /* an operation has failed here: from now on nobody writes to its memory */
 size_t direct_threshold(void);
 void set_direct_threshold(size_t bytes);
 void registrations_free(struct ncclComm *comm);

@@ -162,7 +162,7 @@ static ncclResult_t build(struct ncclComm *comm, const char *what, const struct 
   mine.direct_bytes = direct_threshold();
   for (int rank = 0; rank < comm->nranks; rank++) {
     mine.mappable = mine.mappable && can_map(comm, rank);
-    if (!can_read(comm, rank)) mine.direct_bytes = SIZE_MAX;
+    if (!can_reach(comm, rank)) mine.direct_bytes = SIZE_MAX;
   }
   code = round_of_hellos(comm, "mappable", mine, all, -1, NULL, &waiting, what);
   if (code != ncclSuccess) return code;

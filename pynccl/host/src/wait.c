@@ -332,7 +332,10 @@ ncclResult_t run(struct op **ops, int n, bool interruptible) {
                                             op_words(op, words, sizeof words), op->comm->rank, op->awaited)
                                : look(op, time, ask_kernel);
       if (code != ncclSuccess) {
-        if (op->phase != QUEUED && op->recv != NULL) heap_retire(op->recv); /* peers may have been told where it lies */
+        if (op->phase != QUEUED && op->recv != NULL) { /* peers may have been told where it lies */
+          heap_retire(op->recv);
+          direct_withdraw(op);
+        }
         op_finish(op, code);
       }
       if (op->phase == COMPLETE) {
