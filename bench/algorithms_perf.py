@@ -24,6 +24,7 @@ import numpy as np
 
 import pynccl
 from bench.devices import device_of
+from bench.files import refuse_unwritable, write_whole
 from bench.options import UsageError, parse_size
 from pynccl.collectives import generate
 from pynccl.collectives.compiled import compile
@@ -41,6 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; its exit status: 0, 1 if a result was wrong, 2 for a wrong argument."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(arguments)
+    try:
+        refuse_unwritable("--json", options.json)
+    except UsageError as error:
+        print(f"algorithms_perf: {error}", file=sys.stderr)
+        return 2
     if options.gpus > 1 and find_launcher() is None:
         command = [sys.executable, "-m", "bench.algorithms_perf", *arguments]
         return launch(command, options.gpus, output="raw", environ={"OMP_NUM_THREADS": "1", **os.environ})
@@ -81,8 +87,8 @@ class Comparison:
             x, out = (buffer[:size].view(np.float32) for buffer in buffers)
             rows.append(self._size(size, x, out))
             size *= options.factor
-        if self.comm.rank == 0 and options.json:
-            Path(options.json).write_text(json.dumps(self._report(rows), indent=1))
+            if self.comm.rank == 0 and options.json:
+                write_whole(Path(options.json), json.dumps(self._report(rows), indent=1))
         return 1 if self.wrong else 0
 
     def _ways(self) -> Any:

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import machine
+from bench.files import refuse_unwritable
+from bench.options import UsageError
 from bench.overhead.imports import has_cupy, import_times
 from bench.overhead.null import Null, build_null
 from bench.overhead.subjects import FORMS
@@ -38,12 +40,16 @@ NO_TARGET = ("new",)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; its exit status: 0, whether or not targets are met, 1 if it could not measure."""
+    """The command line; its exit status: 0, targets met or not, 1 if it could not measure, 2 for misuse."""
     options = _parser().parse_args(arguments)
     try:
+        refuse_unwritable("--json", None if options.json == "-" else options.json)
         result = measure(build_null(), options.rounds, options.calls, options.imports)
         if options.json not in (None, "-"):
             Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+    except UsageError as error:
+        print(f"call_overhead: {error}", file=sys.stderr)
+        return 2
     except (BuildError, RuntimeError, OSError, subprocess.TimeoutExpired) as error:
         print(f"call_overhead: {error}", file=sys.stderr)
         return 1

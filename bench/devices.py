@@ -14,6 +14,7 @@ import numpy as np
 
 import pynccl
 from bench.check import DTYPE
+from bench.options import UsageError
 from pynccl.abi import Result, gpus
 
 __all__ = ["Gpu", "Host", "device_of", "require_a_device"]
@@ -150,12 +151,10 @@ class Gpu:
 
 
 def require_a_device(kind: str) -> None:
-    """Raises InvalidUsageError when NVIDIA's library was chosen and there is no GPU for it."""
+    """Raises UsageError when NVIDIA's library was chosen and there is no GPU for it."""
     found = gpus()
     if kind == "nccl" and not found.devices:
-        raise pynccl.InvalidUsageError(
-            f"no GPU is usable ({found.reason}); --library host runs in host memory"
-        )
+        raise UsageError(f"no GPU is usable ({found.reason}); --library host runs in host memory")
 
 
 def device_of(kind: str, index: int, null_stream: bool) -> Host | Gpu:

@@ -8,16 +8,18 @@ numbers. The text is for the parsers that exist, so a column never moves; what i
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
+from bench.files import Rewritten, open_new
 from bench.options import AVERAGES, Options
 
 __all__ = ["Device", "IterationStats", "Measurement", "Report", "Row", "float_text"]
@@ -189,9 +191,10 @@ def table_header(options: Options) -> list[str]:
 
 
 class Report:
-    """Prints the sweep as it goes and keeps what `-J` and `--csv` write when it closes.
+    """Prints the sweep as it goes, and writes what `-J` and `--csv` ask for with it.
 
-    Only one rank has a report.
+    Only one rank has a report. Its files have every finished row at every moment: a run that is killed leaves
+    them as they are.
     """
 
     def __init__(
@@ -202,17 +205,20 @@ class Report:
         self._in_row = False
         self._busbw: list[float] = []
         self._row: dict[str, Any] = {}
-        self._rows: list[dict[str, Any]] = []
-        self._table: list[dict[str, Any]] = []
-        self._json_file = _open_new(options.output) if options.output else None
-        self._csv_file = _open_new(options.csv) if options.csv else None
+        self._rows: list[str] = []  # as JSON: each is encoded once, and the file written for each
+        self._table: list[dict[str, Any]] = []  # of the row that is measured
+        self._json_file = Rewritten(options.output) if options.output else None
+        self._csv_file = open_new(options.csv) if options.csv else None
         self._document: dict[str, Any] = {
             "version": JSON_FILE_VERSION,
             "start_time": time.strftime(TIME_FORMAT),
             "args": list(arguments),
         }
+        self._errors: list[str] = []
+        self._write_json()
+        self._write_csv(",".join(_csv_columns(options)) + "\n")
         if self._json_file:
-            self._say(f"# Writing JSON output to {self._json_file.name}")
+            self._say(f"# Writing JSON output to {self._json_file.path}")
         if self._csv_file:
             self._say(f"# Writing CSV output to {self._csv_file.name}")
 
@@ -236,7 +242,8 @@ class Report:
         }
         self._library = str(about.get("library", ""))
         self._document["config"] = {**_config(self._options), "devices": [_device(one) for one in devices]}
-        self._document["results"] = self._rows
+        self._document["results"] = []
+        self._write_json()
         lines = opening_text(self._program, self._options, headers, library)
         for line in (*lines, *(one.line for one in devices), *notes, *table_header(self._options)):
             self._say(line)
@@ -283,10 +290,14 @@ class Report:
 
     def end_row(self) -> None:
         stamp = "%21s" % time.strftime(TIME_FORMAT) if self._options.timestamps else ""
+        self._row |= {"actual_iterations": self._options.iterations, "experiment_name": ""}
+        if self._json_file:  # before the text, which may have lost its reader
+            self._rows.append(_indented(self._row))
+            self._write_json()
+        self._write_csv(_csv_lines(_csv_columns(self._options), self._table))
+        self._table = []
         self._say(stamp)
         self._in_row = False
-        self._row |= {"actual_iterations": self._options.iterations, "experiment_name": ""}
-        self._rows.append(self._row)
 
     def comment(self, line: str) -> None:
         """A line between rows, which parsers pass over; it begins with #."""
@@ -323,37 +334,57 @@ class Report:
         return enough and not out_of_bounds
 
     def close(self, error: str = "") -> None:
-        """The last line, and the files. Call it on every way out: a broken run leaves what it measured."""
-        if self._in_row:
-            self._say("")
-        self._say(f"# error: {error}" if error else "")
-        self._document["errors"] = [error] if error else []
-        self._document["end_time"] = time.strftime(TIME_FORMAT)
-        if self._json_file:
-            with self._json_file as file:
-                json.dump(self._document, file, indent=1)
-                file.write("\n")
+        """The last line, and the end of the files. Call it on every way out."""
+        self._errors = [error] if error else []
+        self._write_json()
         if self._csv_file:
-            with self._csv_file as file:
-                writer = csv.DictWriter(
-                    file, list(self._table[0]) if self._table else [], lineterminator="\n"
-                )
-                writer.writeheader()
-                writer.writerows(self._table)
+            self._csv_file.close()
+            self._csv_file = None
+        with contextlib.suppress(BrokenPipeError) if error else contextlib.nullcontext():
+            if self._in_row:
+                self._say("")
+            self._say(f"# error: {error}" if error else "")
 
     def _say(self, line: str) -> None:
         self._out.write(line + "\n")
         self._out.flush()
 
+    def _write_json(self) -> None:
+        """The document as far as it is known; `json.dump` of it with `indent=1`, from rows encoded before."""
+        if not self._json_file:
+            return
+        ending = {"errors": self._errors, "end_time": time.strftime(TIME_FORMAT)}
+        text = json.dumps({**self._document, **ending}, indent=1) + "\n"
+        if self._rows:  # no string of the document has this in it: its quotes would be escaped
+            text = text.replace('"results": []', '"results": [\n' + ",\n".join(self._rows) + "\n ]", 1)
+        self._json_file.write(text)
 
-def _open_new(path: str) -> IO[str]:
-    """A file that was not there: `path`, else `path.0`, `path.1`, ...: a run never overwrites another's."""
-    candidate, number = Path(path), 0
-    while True:
-        try:
-            return candidate.open("x", encoding="utf-8")
-        except FileExistsError:
-            candidate, number = Path(f"{path}.{number}"), number + 1
+    def _write_csv(self, lines: str) -> None:
+        if self._csv_file:
+            self._csv_file.write(lines)
+            self._csv_file.flush()
+
+
+_CSV_COLUMNS = (
+    *("collective", "library", "ranks", "size", "count", "type", "redop", "root", "placement"),
+    *("buffers", "hot", "aggregated", "time_us", "alg_bw", "bus_bw", "wrong"),
+)
+_CSV_STATISTICS = ("min_us", "max_us", "avg_us", "p50_us", "p95_us", "p99_us", "stdev_us", "cv_pct")
+
+
+def _csv_columns(options: Options) -> tuple[str, ...]:
+    return (*_CSV_COLUMNS, *(_CSV_STATISTICS if options.per_iteration else ()))
+
+
+def _csv_lines(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = io.StringIO()
+    csv.DictWriter(lines, columns, lineterminator="\n").writerows(rows)
+    return lines.getvalue()
+
+
+def _indented(row: Mapping[str, Any]) -> str:
+    """As an element of the document's results."""
+    return "\n".join(f"  {line}" for line in json.dumps(row, indent=1).splitlines())
 
 
 def _config(options: Options) -> dict[str, Any]:

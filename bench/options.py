@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "UsageError",
     "parse",
     "parse_size",
+    "refuse_missing_library",
+    "refuse_root",
     "refuse_what_cannot_apply",
 ]
 
@@ -212,8 +215,7 @@ OPTIONS = (
     Option("R", "local_register", "register", _integer(0, 2), 0, "0|1|2", "register: 1 buffers, 2 windows"),
     Option("x", "cta_policy", "cta_policy", _integer(0, 2), None, "0..2", "the communicator's CTA policy",
            "a CTA policy schedules GPU blocks"),
-    Option("D", "device_implementation", "device_kernel", _integer(0), 0, "N", "device-side kernel (0: none)",
-           "a device-side kernel is CUDA code"),
+    Option("D", "device_implementation", "device_kernel", _integer(0), 0, "N", "device-side kernel (0)"),
     Option("V", "device_cta_count", "device_ctas", _integer(1, 128), 16, "N", "CTAs of that kernel (16)",
            "CTAs are GPU blocks"),
     Option("M", "memory", "memory_report", _switch, False, "0|1", "report the GPU memory used",
@@ -309,8 +311,25 @@ def _check_together(options: Options) -> None:
         )
 
 
+def refuse_missing_library(library: str | None) -> None:
+    """Raises UsageError for a path, given as --library, where there is no file."""
+    if library and "/" in library and not Path(library).expanduser().is_file():
+        raise UsageError(f"--library {library}: there is no such file; give nccl, host or another path")
+
+
+def refuse_root(options: Options, ranks: int) -> None:
+    """Raises UsageError for a root that is none of the ranks."""
+    if options.root != "all" and int(options.root) >= ranks:
+        raise UsageError(f"-r {options.root}: the ranks are 0 to {ranks - 1}")
+
+
 def refuse_what_cannot_apply(options: Options, library_kind: str) -> None:
     """Raises UsageError for the first option that a library of this kind ("host", "nccl") cannot honour."""
+    if options.device_kernel:  # first: no library has it, so none is worth recommending
+        raise UsageError(
+            f"-D {options.device_kernel} (--device_implementation): device-side kernels are CUDA code, which "
+            "libnccl's host interface cannot start, on GPUs neither; leave it out"
+        )
     for option in OPTIONS:
         value = getattr(options, option.field)
         if option.needs and library_kind == "host" and value != option.default:
@@ -318,11 +337,6 @@ def refuse_what_cannot_apply(options: Options, library_kind: str) -> None:
                 f"-{option.letter} {int(value)} (--{option.name}): {option.needs}, and this run is on "
                 "the host library; leave it out, or run on GPUs"
             )
-    if options.device_kernel:
-        raise UsageError(
-            f"-D {options.device_kernel} (--device_implementation): device-side kernels are CUDA code, which "
-            "libnccl's host interface cannot start; leave it out"
-        )
 
 
 assert [option.field for option in OPTIONS] == [field.name for field in fields(Options)]

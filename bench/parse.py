@@ -121,10 +121,15 @@ def read_all(source: str | Path) -> tuple[Run, ...]:
         source if isinstance(source, str) and _is_text(source) else Path(source).read_text(errors="replace")
     )
     name = _name(source)
+    if not text.strip():
+        raise ParseError(f"{name} is empty: the run that was to write it ended before its first line")
     if text.lstrip().startswith("{"):
         return (_from_json(text, name),)
     if text.startswith(_CSV_BEGINS):
-        return tuple(_from_csv(text, name))
+        rows = tuple(_from_csv(text, name))
+        if not rows:
+            raise ParseError(f"{name}: the heading of our --csv, and no row: the run had no result")
+        return rows
     runs = tuple(_TextReader().read(text))
     if not runs:
         raise ParseError(
@@ -134,7 +139,7 @@ def read_all(source: str | Path) -> tuple[Run, ...]:
 
 
 def _is_text(source: str) -> bool:
-    return "\n" in source or source.lstrip().startswith("{")
+    return "\n" in source or not source.strip() or source.lstrip().startswith("{")
 
 
 def _name(source: str | Path) -> str:
@@ -314,7 +319,7 @@ def _from_json(text: str, name: str) -> Run:
             f"{name}: broken JSON ({error}); a run that was killed leaves its file unfinished"
         ) from None
     version = document.get("version")
-    if not isinstance(version, int) or "nccl_version" not in document:
+    if not isinstance(version, int) or not {"nccl_version", "start_time"} & set(document):
         raise ParseError(f"{name}: no JSON of nccl-tests: its -J files have 'version' and 'nccl_version'")
     try:
         return _json_run(document)

@@ -18,43 +18,84 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pynccl
+from bench.ending import (
+    BROKEN_PIPE,
+    INTERRUPTED,
+    Terminated,
+    discard_output,
+    in_words,
+    terminated_by_signals,
+)
+from bench.files import refuse_unwritable
+from bench.options import UsageError
 from bench.peer import environment
 from bench.peer.cases import OPS, Case
 from bench.peer.measure import Outcome, Plan, measure
-from bench.peer.rows import document, missed, write
+from bench.peer.rows import counted, document, missed, write
 from bench.peer.sides import PEERS, SideError
 from bench.peer.table import text
 
 __all__ = ["main", "options_of", "plan_of"]
 
+PATIENCE = (
+    "rounds that other processes disturb are made again, up to this part of the rounds (default: 0.5); a row "
+    "that is disturbed all the same is marked, and counts neither as met nor as missed"
+)
 QUICK = {"sizes": "8,4K,1M,16M", "rounds": 5, "turn_ms": 15}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0; 1 if a side failed or (with --strict) a target was missed; 2 for misuse."""
+    """Exit status: 0; 1 if a side failed or (with --strict) a target was missed; 2: misuse; 128+s: signal s.
+
+    The file of --json has every finished case at every moment, and the table is printed whatever happened.
+    """
     options = options_of(arguments)
-    outcome = Outcome()
+    outcome, told = Outcome(), 0
     try:
-        plan = _set_up(plan_of(options), outcome)
-        if not options.set_up:
-            with tempfile.TemporaryDirectory(prefix="peers.") as folder:
-                measure(plan, Path(folder), _say, outcome)
+        refuse_unwritable("--json", options.json)
+        with terminated_by_signals():
+            plan = _set_up(plan_of(options), outcome)
+            if not options.set_up:
+                with tempfile.TemporaryDirectory(prefix="peers.") as folder:
+                    measure(plan, Path(folder), partial(_say_and_write, options.json, outcome), outcome)
+    except UsageError as error:
+        print(f"peers: {error}", file=sys.stderr)
+        return 2
     except (SideError, OSError, pynccl.NcclError) as error:
         outcome.failures["ours"] = str(error)  # what was measured before is still worth a table
-    except KeyboardInterrupt:
-        return 130
+    except (KeyboardInterrupt, Terminated) as end:
+        told = end.status if isinstance(end, Terminated) else INTERRUPTED
+        outcome.failures["the run"] = in_words(end)
     if options.set_up:
         print("\n".join(outcome.failures.values()), file=sys.stderr)
-        return 1 if outcome.failures else 0
+        return told or (1 if outcome.failures else 0)
+    found = _write(options.json, outcome)
+    try:
+        print(text(found), flush=True)
+    except BrokenPipeError:
+        discard_output()
+        told = told or BROKEN_PIPE
+    bad = outcome.failures or (options.strict and any(counted(row) and missed(row) for row in found["rows"]))
+    return told or (1 if bad else 0)
+
+
+def _say_and_write(path: str | None, outcome: Outcome, line: str) -> None:
+    """A line of progress, after which there may be another case."""
+    _say(line)
+    if path:
+        _write(path, outcome)
+
+
+def _write(path: str | None, outcome: Outcome) -> dict[str, Any]:
     found = document(outcome, len(os.sched_getaffinity(0)))
-    if options.json:
-        write(Path(options.json), found)
-    print(text(found))
-    bad = outcome.failures or (options.strict and any(missed(row) for row in found["rows"]))
-    return 1 if bad else 0
+    if path:
+        write(Path(path), found)
+    return found
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
@@ -114,7 +155,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--load", type=_list_of(_load), default="0", help="0: quiet; 1: beside a process that burns a core")
     add("--rounds", type=_count, help="a case (default: 7)")
     add("--loaded-rounds", type=_count, help="a case beside the burning process (default: as --rounds)")
-    add("--patience", type=float, default=0.5, help="rounds again for disturbed ones: up to this part (0.5)")
+    add("--patience", type=float, default=0.5, help=PATIENCE)
     add("--turn-ms", type=_count, help="of a side in a round, roughly (default: 30)")
     add("--timeout", type=float, default=90.0, help="seconds that no answer of a rank may take (default: 90)")
     add("--quick", action="store_true", help=f"fewer: {QUICK}")

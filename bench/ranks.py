@@ -18,8 +18,9 @@ import pynccl
 from bench import check
 from bench.collectives import Case
 from bench.devices import device_of
+from bench.ending import limited
 from bench.format import Device, Report, Row
-from bench.options import Options, UsageError
+from bench.options import Options, UsageError, refuse_root
 from bench.traffic import GENERATED, traffic_from
 from bench.trial import Trial, rotation_bytes
 from bench.variables import first_device, group_of, least_bandwidth
@@ -185,10 +186,8 @@ class Rank:
             return (-1,)
         if self.options.root == "all":
             return range(self.comm.size)
-        root = int(self.options.root)
-        if root >= self.comm.size:
-            raise UsageError(f"-r {root}: the ranks are 0 to {self.comm.size - 1}")
-        return (root,)
+        refuse_root(self.options, self.comm.size)
+        return (int(self.options.root),)
 
     @contextlib.contextmanager
     def _operation(self, op: str, dtype: str) -> Any:
@@ -210,9 +209,10 @@ class Rank:
             self._touch(case, handle)
         for size in self.options.warmup_sizes():
             trial = Trial(self, case, handle, size, in_place=False)
-            for _ in range(self.options.warmup):
-                trial.next_call()()
-            self.finish()
+            with self.limited(f"the warm-up at {size} bytes"):
+                for _ in range(self.options.warmup):
+                    trial.next_call()()
+                self.finish()
         cycles = 0
         while cycles == 0 or cycles != self.options.cycles:
             for size in self.options.sizes():
@@ -223,9 +223,10 @@ class Rank:
         """Use every piece of the largest size once: a page that a rank first reads is mapped untimed."""
         for in_place in (False, True):
             trial = Trial(self, case, handle, self.options.max_bytes, in_place)
-            for _ in range(trial.pieces):
-                trial.next_call()()
-        self.finish()
+            with self.limited("the first use of the buffers"):
+                for _ in range(trial.pieces):
+                    trial.next_call()()
+                self.finish()
 
     def _row(self, report: Report | None, case: Case, handle: Any, size: int) -> None:
         trials = {
@@ -278,6 +279,15 @@ class Rank:
 
     def barrier(self) -> None:
         self.world.barrier()
+
+    def limited(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """-T: what is inside, named by `what`, may take so long, on every rank."""
+        return limited(self.options.timeout, self.abort, what)
+
+    def abort(self) -> None:
+        """From any thread: what this rank waits for ends with an error."""
+        for comm in {id(one): one for one in (self.comm, self.world) if one is not None}.values():
+            comm.abort()
 
     def finish(self) -> None:
         self.device.finish(self.comm, self.options.timeout)

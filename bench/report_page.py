@@ -12,6 +12,7 @@ from bench.report_tables import (
     PEER_NAMES,
     Cell,
     Table,
+    disturbed_rows,
     failures,
     measured,
     notes,
@@ -25,10 +26,10 @@ __all__ = ["page"]
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fff; --text: #1b1f24; --faint: #5b6470; --line: #d5dae0;
-  --card: #f6f8fa; --good: #1a7f37; --bad: #cf222e; --alarm: #ffebe9; }
+  --card: #f6f8fa; --good: #1a7f37; --bad: #cf222e; --alarm: #ffebe9; --doubt: #8a5a00; }
 @media (prefers-color-scheme: dark) {
   :root { --page: #14171b; --text: #e4e8ed; --faint: #9aa4b0; --line: #363c44;
-    --card: #1c2026; --good: #4ac26b; --bad: #ff7b72; --alarm: #3c1618; } }
+    --card: #1c2026; --good: #4ac26b; --bad: #ff7b72; --alarm: #3c1618; --doubt: #e3b341; } }
 * { box-sizing: border-box; }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page); max-width: 84rem;
   margin: 0 auto; padding: 1rem; }
@@ -63,6 +64,7 @@ th[colspan] { text-align: center; border-left: 1px solid var(--line); }
 summary { cursor: pointer; font-weight: 600; margin: 0.7rem 0; }
 .met { color: var(--good); }
 .missed { color: var(--bad); font-weight: 600; }
+.disturbed { color: var(--doubt); font-weight: 600; }
 .wrong { background: var(--bad); color: var(--page); font-weight: 700; }
 .best { font-weight: 700; }
 .key { display: inline-block; width: 0.8em; height: 0.8em; border-radius: 2px; margin-right: 0.4em; }
@@ -84,7 +86,8 @@ nobody; its part is its time over ours: 1 is the limit of the memory. Bands and 
 of the rounds.</p>
 <p class=faint>Plain: ordinary arrays; mapped: from <code>comm.empty</code>; prepared: calls of
 <code>comm.prepare</code> on plain arrays. Quiet: nothing else runs; one busy core: beside a process that
-burns one.</p>
+burns one. Disturbed: other processes had more of the machine's processor time ("others' CPU") than a
+comparison can bear; the row counts neither as met nor as missed.</p>
 """
 OVERHEAD = """
 <p>Calls on a library whose functions do nothing: what is left is the way through Python. The target is
@@ -159,7 +162,10 @@ def _sides(document: Mapping[str, Any]) -> str:
     """What could not be measured is said, and not only missing."""
     sides = {**PEER_NAMES, "roofline": "the roofline"}
     absent = ", ".join(name for side, name in sides.items() if side not in document["sides"])
-    return f"<p class=faint>Not measured: {absent}.</p>" if absent else ""
+    disturbed = disturbed_rows(document)
+    said = [f"<p class=faint>Not measured: {absent}.</p>"] if absent else []
+    said += [f"<p><b class=disturbed>{escape(disturbed)}</b></p>"] if disturbed else []
+    return "\n".join(said)
 
 
 def _folded(table: Table) -> str:

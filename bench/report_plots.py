@@ -17,13 +17,14 @@ from typing import Any
 from xml.etree import ElementTree
 
 from bench.parse import Record, Run
+from bench.peer.rows import counted
 from bench.report_tables import PEER_NAMES
 
 __all__ = ["Plot", "colour", "plots"]
 
 # Each has a contrast of at least 3 to white and to near-black.
 COLOURS = ("#1f77d0", "#d9660b", "#2a9134", "#8e5bc0", "#c2418f", "#12888f", "#97663f", "#7a7a7a")
-MISSED_COLOUR, BLACK = "#d62728", "#000000"
+MISSED_COLOUR, DISTURBED_COLOUR, BLACK = "#d62728", "#a87b00", "#000000"
 SIDE_COLOURS = {
     "ours, plain": "#1f77d0",
     "ours, mapped": "#8e5bc0",
@@ -200,7 +201,11 @@ def _draw_peers(drawing: _Drawing, rows: Sequence[Mapping[str, Any]]) -> None:
         )
         _draw_side(drawing, name, side, once, **style)
     missed = [row for row in rows if row.get("met") is False or row.get("roofline_met") is False]
-    drawing.marks("misses its target", [(row["bytes"], row["ours_us"]) for row in missed])
+    for label, shade, marked in (
+        ("misses its target", MISSED_COLOUR, [row for row in missed if counted(row)]),
+        ("disturbed, not counted", DISTURBED_COLOUR, [row for row in rows if not counted(row)]),
+    ):
+        drawing.marks(label, shade, [(row["bytes"], row["ours_us"]) for row in marked])
 
 
 def _draw_side(
@@ -252,9 +257,11 @@ class _Drawing:
             fill = partial(self.axes.fill_between, color=shade, alpha=0.18, linewidth=0)
             self.later.append(partial(fill, sizes, low, high))
 
-    def marks(self, label: str, points: Sequence[tuple[float, float]]) -> None:
+    def marks(self, label: str, shade: str, points: Sequence[tuple[float, float]]) -> None:
+        """Rings around points, which stay to be seen."""
         if points:
-            style: Any = {"color": MISSED_COLOUR, "marker": "x", "markersize": 8, "linestyle": "none"}
+            style: Any = {"color": shade, "marker": "o", "markersize": 9, "fillstyle": "none"}
+            style |= {"markeredgewidth": 1.3, "linestyle": "none"}
             x, y = zip(*points, strict=True)
             self.key(label, **style)
             self.later.append(partial(self.axes.plot, x, y, zorder=5, **style))

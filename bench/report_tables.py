@@ -11,12 +11,14 @@ from typing import Any
 
 from bench.parse import Record, Run
 from bench.peer.cases import size_in_words
-from bench.peer.rows import missed
+from bench.peer.rows import counted, missed, reason
+from bench.train.pool import DISTURBED
 
 __all__ = [
     "PEER_NAMES",
     "Cell",
     "Table",
+    "disturbed_rows",
     "failures",
     "measured",
     "notes",
@@ -67,6 +69,10 @@ def _ratio(value: float | None) -> str:
 
 def _verdict(met: bool | None) -> str | Cell:
     return "" if met is None else Cell("met", "met") if met else Cell("missed", "missed")
+
+
+def _disturbed(met: bool | None) -> str | Cell:
+    return "" if met is None else Cell("disturbed", "disturbed")
 
 
 # --- all inputs ---------------------------------------------------------------------------------------------
@@ -310,18 +316,25 @@ def _cases(document: Mapping[str, Any]) -> Iterable[tuple[int, str, list[Mapping
 
 
 def peer_summary(document: Mapping[str, Any]) -> Table:
-    """How many targets are met, by ranks, load and kind of buffers; median and worst ratio."""
+    """How many targets are met, by ranks, load and kind of buffers; median and worst ratio.
+
+    Disturbed rows are in one column, and in no other.
+    """
     heads = ("ranks", "load", "buffers", "ratio met", "roofline met", "no slower than any peer",
-             "median ratio", "worst ratio")  # fmt: skip
+             "median ratio", "worst ratio", "disturbed, not counted")  # fmt: skip
     rows: list[list[str | Cell]] = []
     for ranks, load, case in _cases(document):
         for buffers in dict.fromkeys(row["buffers"] for row in case):
-            mine = [row for row in case if row["buffers"] == buffers]
+            all_of_them = [row for row in case if row["buffers"] == buffers]
+            mine = [row for row in all_of_them if counted(row)]
+            disturbed = len(all_of_them) - len(mine)
             ratios = sorted(row["ratio"] for row in mine if row.get("ratio") is not None)
             none_faster = f"{sum(one <= 1 for one in ratios)} of {len(ratios)}" if ratios else NOTHING
             middle, worst = (ratios[len(ratios) // 2], ratios[-1]) if ratios else (None, None)
             parts = (_part(mine, "met"), _part(mine, "roofline_met"))
-            rows.append([str(ranks), load, buffers, *parts, none_faster, _ratio(middle), _ratio(worst)])
+            left_out = Cell(f"{disturbed} of {len(all_of_them)}", "disturbed") if disturbed else "0"
+            numbers = (none_faster, _ratio(middle), _ratio(worst), left_out)
+            rows.append([str(ranks), load, buffers, *parts, *numbers])
     return Table("Targets met, and ratios to the fastest peer", heads, rows, (1, 2))
 
 
@@ -336,38 +349,64 @@ def peer_rows(document: Mapping[str, Any]) -> list[Table]:
     tables = []
     for ranks, load, case in _cases(document):
         peers = [peer for peer in PEER_NAMES if any(row.get(f"{peer}_us") is not None for row in case)]
-        reasons = any(row.get("why") for row in case)
-        groups = [(Cell("call"), 3), (Cell("ours"), 2), *((Cell(PEER_NAMES[peer]), 2) for peer in peers)]
-        groups += [(Cell("target"), 2), (Cell("roofline"), 4), (Cell(""), 1 + reasons)]
-        heads = ["operation", "size", "buffers", "time (µs)", "p25–p75 (µs)"]
+        reasons = any(map(_reason, case))
+        groups = [(Cell("call"), 3), (Cell("ours"), 3), *((Cell(PEER_NAMES[peer]), 2) for peer in peers)]
+        groups += [(Cell("target"), 2), (Cell("roofline"), 4), *([(Cell(""), 1)] if reasons else [])]
+        heads = ["operation", "size", "buffers", "time (µs)", "p25–p75 (µs)", "others' CPU (%)"]
         heads += ["time (µs)", "ratio"] * len(peers) + ["ratio at most", "verdict"]
-        heads += ["time (µs)", "part", "at least", "verdict", "others' CPU (%)"]
-        heads += ["known reason"] if reasons else []
-        bad = sum(map(_missed, case))
+        heads += ["time (µs)", "part", "at least", "verdict"]
+        heads += ["known reason for rows of this kind"] if reasons else []
+        bad = sum(_missed(row) and counted(row) for row in case)
         caption = f"{ranks} ranks, {load}: {len(case)} cases, {bad} miss a target"
-        rows = [[*_peer_row(row, peers), *([row.get("why") or ""] if reasons else [])] for row in case]
+        disturbed = len(case) - sum(map(counted, case))
+        caption += f"; disturbed, not counted: {disturbed}" if disturbed else ""
+        rows = [[*_peer_row(row, peers), *([_reason(row)] if reasons else [])] for row in case]
         words = (0, 2, len(heads) - 1) if reasons else (0, 2)
         tables.append(Table(caption, heads, rows, words, groups))
     return tables
 
 
+def disturbed_rows(document: Mapping[str, Any]) -> str:
+    """A sentence about the rows that others disturbed; empty if there is none."""
+    rows = [row for row in document["rows"] if not counted(row)]
+    if not rows:
+        return ""
+    most = max(row["others"] for row in rows)
+    return (
+        f"Disturbed: {len(rows)} of {len(document['rows'])} rows, in which other processes had more than "
+        f"{DISTURBED:.0%} of the machine's processor time, up to {most:.0%}. They count neither as met nor "
+        "as missed: run again on a quiet machine."
+    )
+
+
+_NOTHING_ASKED = {"met": None, "roofline_met": None, "ratio": None}
+
+
 def _missed(row: Mapping[str, Any]) -> bool:
-    return missed({"met": None, "roofline_met": None, **row})
+    return missed({**_NOTHING_ASKED, **row})
+
+
+def _reason(row: Mapping[str, Any]) -> str:
+    return reason({**_NOTHING_ASKED, **row}) or ""
 
 
 def _peer_row(row: Mapping[str, Any], peers: Sequence[str]) -> list[str | Cell]:
     ours, spread = row["ours_us"], row.get("spread", {}).get("ours")
     cells: list[str | Cell] = [row["op"], size_in_words(row["bytes"]), row["buffers"], number(ours)]
+    others = row.get("others")
+    verdict = _verdict if counted(row) else _disturbed
     cells.append("–".join(map(number, spread)) if spread else NOTHING)
+    mark = "" if counted(row) else "disturbed"
+    cells.append(NOTHING if others is None else Cell(f"{100 * others:.0f}", mark))
     for peer in peers:
         theirs = row.get(f"{peer}_us")
         mark = "best" if row.get("fastest") == peer else ""
         cells += [Cell(number(theirs), mark), Cell(_ratio(ours / theirs if theirs else None), mark)]
-    target, floor, others = row.get("target"), row.get("roofline_target"), row.get("others")
-    cells += ["" if target is None else f"{target:g}", _verdict(row.get("met"))]
+    target, floor = row.get("target"), row.get("roofline_target")
+    cells += ["" if target is None else f"{target:g}", verdict(row.get("met"))]
     cells += [number(row.get("roofline_us")), _ratio(row.get("roofline_fraction"))]
-    cells += ["" if floor is None else f"{floor:g}", _verdict(row.get("roofline_met"))]
-    return [*cells, NOTHING if others is None else f"{100 * others:.0f}"]
+    cells += ["" if floor is None else f"{floor:g}", verdict(row.get("roofline_met"))]
+    return cells
 
 
 # --- the cost of a call -------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import pynccl
+from bench.files import refuse_unwritable
+from bench.options import UsageError
 from bench.train.environment import peer_python
 from bench.train.outcome import Times, ideal, ratio, verdicts
 from bench.train.pool import Pool, PoolError, child_environment, turn
@@ -52,8 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     problem = Problem(options.layers, options.width, options.batch, options.ranks)
     try:
+        refuse_unwritable("--json", options.json)
         entries = _entries(options, problem)
         result = _measure(options, problem, entries)
+    except UsageError as error:
+        print(f"train_step: {error}", file=sys.stderr)
+        return 2
     except (PoolError, OSError, pynccl.NcclError) as error:
         print(f"train_step: {error}", file=sys.stderr)
         return 1

@@ -42,7 +42,7 @@ class Trial:
     """The calls, begun again at the first piece when each has had its turn (`--hot 1`: one piece, always)."""
 
     def __init__(self, rank: Rank, case: Case, handle: Any, size: int, in_place: bool) -> None:
-        self.rank, self.case, self.options = rank, case, rank.options
+        self.rank, self.case, self.options, self.size = rank, case, rank.options, size
         self.device, self.comm = rank.device, rank.comm
         self.dtype = check.DTYPE[case.dtype]
         self.layout = rank.collective.layout(case, size // case.itemsize)
@@ -66,11 +66,13 @@ class Trial:
 
     def measure(self) -> Measurement:
         """Time on all ranks, then check on all ranks."""
-        self.next_call()()
-        self._finish()
-        self._next = 0
-        self.rank.barrier()
-        seconds, launch_seconds, marks = self._graph() if self.options.graph_launches else self._time()
+        with self.rank.limited(f"a measurement at {self.size} bytes"):
+            self.next_call()()
+            self._finish()
+            self._next = 0
+            self.rank.barrier()
+            timed = self._graph if self.options.graph_launches else self._time
+            seconds, launch_seconds, marks = timed()
         per_rank = self.rank.gather_numbers(seconds)
         average = (lambda times: times[0], statistics.fmean, min, max)[self.options.average]
         mean = average(per_rank)
@@ -205,11 +207,12 @@ class Trial:
             self.device.put(sent, collective.inputs(case, rank, seed, self.layout))
             want = collective.expected(case, rank, seed, self.layout)
             untouched = self.device.get(received[want.size :]).copy()
-            if self.options.graph_launches:
-                self._captured(self._calls[0]).launch(self.device.stream)
-            else:
-                self._calls[0]()
-            self._finish()
+            with self.rank.limited(f"a check at {self.size} bytes"):
+                if self.options.graph_launches:
+                    self._captured(self._calls[0]).launch(self.device.stream)
+                else:
+                    self._calls[0]()
+                self._finish()
             got = self.device.get(received)
             mine = check.count_wrong(got[: want.size], want, check.tolerance(case.op, case.dtype))
             mine += check.count_wrong(got[want.size :], untouched)

@@ -6,11 +6,12 @@ Each is a function of a mapping, and raises UsageError, naming the variable, for
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from bench.options import UsageError
 
-__all__ = ["first_device", "group_of", "least_bandwidth"]
+__all__ = ["first_device", "group_of", "least_bandwidth", "smallest_group"]
 
 _OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "AND": lambda process, value: process & value,
@@ -42,6 +43,12 @@ def group_of(process: int, environment: Mapping[str, str]) -> int:
     if value == 0 and _SIGNS.get(name, name) in ("MOD", "DIV"):
         raise UsageError(f"NCCL_TESTS_SPLIT={text!r} divides by zero; give a value of at least 1")
     return _OPERATIONS[_SIGNS.get(name, name)](process, value)
+
+
+def smallest_group(processes: int, threads: int, environment: Mapping[str, str]) -> int:
+    """The ranks of the smallest group, with so many threads in each process."""
+    sizes = Counter(group_of(process, environment) for process in range(processes))
+    return threads * min(sizes.values())
 
 
 def first_device(environment: Mapping[str, str]) -> int:

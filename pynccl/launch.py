@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -65,6 +65,7 @@ def launch(
     timeout: float | None = None,
     grace: float = 5.0,
     environ: Mapping[str, str] | None = None,
+    silent: Collection[int] = (),
 ) -> int:
     """Run `command` in `n` processes, ranks 0 to n-1 of one job, and wait for all; returns an exit status.
 
@@ -72,11 +73,12 @@ def launch(
     after the first failure the others get SIGTERM, and SIGKILL `grace` seconds later); 124 after `timeout`
     seconds (None: no limit); 128+s if this process was told to end by signal s. `output`: "prefix" (`[rank] `
     before each line), "raw" (unchanged), or a folder for one file a rank. `environ`: in place of
-    `os.environ`.
+    `os.environ`. `silent`: exit statuses of a rank that has said why itself, so that nothing is said here.
 
     Call it in the main thread. No process is left when it returns or raises.
     """
-    with _Job(command, n, output, timeout, grace, os.environ if environ is None else environ) as job:
+    chosen = os.environ if environ is None else environ
+    with _Job(command, n, output, timeout, grace, chosen, silent) as job:
         return job.run()
 
 
@@ -203,13 +205,14 @@ class _Job:
         timeout: float | None,
         grace: float,
         environ: Mapping[str, str],
+        silent: Collection[int] = (),
     ):
         if n < 1:
             raise ValueError(f"launch: n={n}; expected a number of ranks, 1 or more")
         self._command, self._n, self._output, self._grace, self._environ = command, n, output, grace, environ
         self._began = time.monotonic()
         self._deadline = None if timeout is None else self._began + timeout
-        self._timeout = timeout
+        self._timeout, self._silent = timeout, silent
         self._cleanup = contextlib.ExitStack()
         self._selector = self._cleanup.enter_context(selectors.DefaultSelector())
         self._running: dict[int, _Rank] = {}
@@ -248,7 +251,7 @@ class _Job:
             self._obey_signals()
             self._obey_time()
         self._drain(time.monotonic() + _DRAIN_SECONDS)
-        if self._blame is not None:
+        if self._blame is not None and self._blame.process.returncode not in self._silent:
             self._show_last_lines(self._blame)
         return self._status or 0
 

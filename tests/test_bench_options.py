@@ -157,7 +157,7 @@ def test_a_wrong_word_is_refused_with_the_option_the_value_and_the_remedy(
     assert said in refusal(line, capsys)
 
 
-@pytest.mark.parametrize("line", ["-G 1", "-x 1", "-D 1", "-V 8", "-M 1"])
+@pytest.mark.parametrize("line", ["-G 1", "-x 1", "-V 8", "-M 1"])
 def test_what_needs_a_gpu_is_refused_by_name_on_the_host_library(line: str):
     with pytest.raises(UsageError, match=f"^{line}.*host library"):
         refuse_what_cannot_apply(options(line), "host")
@@ -165,8 +165,12 @@ def test_what_needs_a_gpu_is_refused_by_name_on_the_host_library(line: str):
 
 def test_only_device_side_kernels_are_refused_on_gpus():
     refuse_what_cannot_apply(options("-G 1 -x 1 -V 8 -M 1"), "nccl")
-    with pytest.raises(UsageError, match="^-D 1"):
-        refuse_what_cannot_apply(options("-D 1"), "nccl")
+
+
+@pytest.mark.parametrize("kind", ["host", "nccl"])
+def test_device_side_kernels_are_refused_everywhere_alike(kind: str):
+    with pytest.raises(UsageError, match=r"^-D 1 .*on GPUs neither; leave it out$"):
+        refuse_what_cannot_apply(options("-D 1"), kind)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ The file is `{"version": 1, "when", "machine", "load", "loads", "sides": {name: 
     roofline_fraction, roofline_target, roofline_met: the roofline's time over ours; null: nothing is asked
     gb_per_second: the operation's least traffic, of all ranks, over our time
     others: the part of the machine's processor time that other processes had in these rounds (median)
-    why: of a miss, as far as it is known
+    why: of a miss, a known reason for rows of this kind, where it can explain the row
 """
 
 from __future__ import annotations
@@ -27,14 +27,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.files import write_whole
 from bench.peer.measure import LOADS, Outcome, Times
 from bench.peer.sides import PEERS, SIDES
 from bench.peer.targets import ratio_target, roofline_target, why
 from bench.train.outcome import quantile
+from bench.train.pool import DISTURBED
 
-__all__ = ["document", "machine", "missed", "rows", "write"]
+__all__ = ["counted", "document", "machine", "missed", "reason", "rows", "write"]
 
 VERSION = 1
+# A known reason costs some microseconds, or the peers as much as us: it does not make a call half as slow
+# again as the fastest peer's. A row beyond has to be looked at.
+EXPLAINED = 1.5
 
 
 def document(outcome: Outcome, cores: int) -> dict[str, Any]:
@@ -57,8 +62,7 @@ def write(path: Path, found: Mapping[str, Any]) -> None:
     """As JSON, one row a line, so that two runs can be compared as text."""
     head = json.dumps({key: value for key, value in found.items() if key != "rows"}, indent=1)
     lines = ",\n".join(json.dumps(row) for row in found["rows"])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{head.removesuffix("}").rstrip()},\n "rows": [\n{lines}\n ]\n}}\n')
+    write_whole(path, f'{head.removesuffix("}").rstrip()},\n "rows": [\n{lines}\n ]\n}}\n')
 
 
 def rows(times: Times, cores: int) -> list[dict[str, Any]]:
@@ -113,13 +117,29 @@ def rows(times: Times, cores: int) -> list[dict[str, Any]]:
             "others": quantile(times.others, 0.5),
             "rounds": whole,
         }
-        made.append(row | {"why": why(row) if missed(row) else None})
+        made.append(row | {"why": reason(row | {"why": why(row)})})
     return made
 
 
 def missed(row: Mapping[str, Any]) -> bool:
     """Is a target of this row not met?"""
     return row["met"] is False or row["roofline_met"] is False
+
+
+def counted(row: Mapping[str, Any]) -> bool:
+    """Whether a row says something: others had next to nothing of the machine in its rounds (the median)."""
+    others = row.get("others")
+    return others is None or others <= DISTURBED
+
+
+def reason(row: Mapping[str, Any]) -> str | None:
+    """The known reason for rows of this kind (`why`), where it can explain this one; else None.
+
+    It can explain a missed target on a quiet machine, up to `EXPLAINED` of the fastest peer's time.
+    """
+    quiet = row["load"] == LOADS[0] and counted(row)
+    within = row["ratio"] is None or row["ratio"] <= EXPLAINED
+    return row.get("why") if missed(row) and quiet and within else None
 
 
 def _best(kinds: Mapping[str, Sequence[float]]) -> Sequence[float]:

@@ -1,4 +1,4 @@
-"""A run as text: a table a load, misses marked, and then the misses by what is known about them."""
+"""A run as text: a table a load, misses and disturbed rows marked, then misses by what is known of them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.peer.cases import size_in_words
-from bench.peer.rows import missed
+from bench.peer.rows import counted, missed, reason
 from bench.peer.sides import PEERS
+from bench.train.pool import DISTURBED
 
 __all__ = ["aligned", "text"]
 
-MARK = "MISS"
+MARK, UNUSABLE = "MISS", "disturbed"
 HEAD = (
     "op",
     "ranks",
@@ -38,17 +39,21 @@ def text(found: Mapping[str, Any]) -> str:
         "Times are medians over rounds of the slowest rank's mean per call;",
         "ratio: ours over the fastest peer (*);",
         "limit: the same traffic by as many processes that wait for nobody; part: its time over ours;",
-        "others: what other processes had of the machine meanwhile.",
+        "others: what other processes had of the machine meanwhile; with more than "
+        f"{DISTURBED:.0%} the row is disturbed, and counts neither as met nor as missed.",
     ]
     for load in found["loads"]:
         rows = [row for row in all_rows if row["load"] == load]
         parts += ["", f"--- {load} ---", *aligned([HEAD, *(_cells(row) for row in rows)])]
-    misses = [row for row in all_rows if missed(row)]
-    asked = [row for row in all_rows if row["met"] is not None]
+    misses = [row for row in all_rows if missed(row) and counted(row)]
+    asked = [row for row in all_rows if row["met"] is not None and counted(row)]
     parts += ["", f"{len(misses)} of {len(asked)} rows miss a target"]
-    for reason in dict.fromkeys(row["why"] for row in misses):
-        rows = [row for row in misses if row["why"] == reason]
-        parts += [f"{len(rows)} rows, {reason or 'for reasons not known yet'}:"]
+    if disturbed := len(all_rows) - sum(map(counted, all_rows)):
+        parts += [f"disturbed: {disturbed} rows, not counted: run again on a quiet machine"]
+    for known in dict.fromkeys(map(reason, misses)):
+        rows = [row for row in misses if reason(row) == known]
+        said = f"known reason for rows of this kind: {known}" if known else "no known reason explains them"
+        parts += [f"{len(rows)} rows; {said}:"]
         parts += [f"  {_name(row)}: {_short(row)}" for row in rows]
     parts += [f"FAILED {side}: {what}" for side, what in found["failures"].items()]
     return "\n".join(parts)
@@ -89,7 +94,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         _us(row["roofline_us"]),
         part,
         f"{row['others']:.0%}",
-        MARK if missed(row) else "",
+        UNUSABLE if not counted(row) else MARK if missed(row) else "",
     )
 
 
