@@ -233,7 +233,7 @@ class Report:
         notes: Sequence[str] = (),
     ) -> None:
         """The lines above the first row. `about` is what ours tells and nccl-tests does not: JSON only."""
-        self._ranks = len(devices)
+        self._ranks = sum(one.group == devices[0].group for one in devices)  # whose operations are timed
         self._document["env"] = [f"{name}={value}" for name, value in sorted(environment.items())]
         self._document["nccl_version"] = library
         self._document["pynccl"] = {

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from bench.recognise import named
+
 __all__ = ["Device", "Iterations", "ParseError", "Record", "Run", "read", "read_all"]
 
 NEWEST_JSON = 4  # 2.20's, which adds keys to 2.19's
@@ -81,6 +83,9 @@ class Record:
 class Run:
     """One program's output. `ranks` is 0 and `when` empty if it does not tell.
 
+    With NCCL_TESTS_SPLIT `groups` of ranks swept side by side; `ranks` are those of the first, whose rows
+    these are. `program_by` is how the program was found out where the output does not name it.
+
     `notes` are sentences for the reader; `errors` those of them that say that something failed.
     """
 
@@ -95,6 +100,8 @@ class Run:
     settings: Mapping[str, str] = field(default_factory=dict)  # of the "# nThread .." line, by its own words
     errors: tuple[str, ...] = ()
     when: str = ""  # it began, by the clock of its machine
+    groups: int = 1
+    program_by: str = ""
 
     @property
     def good(self) -> bool:
@@ -102,12 +109,13 @@ class Run:
         return self.out_of_bounds == 0 and not self.errors and not any(row.wrong for row in self.rows)
 
 
-def read(source: str | Path) -> Run:
+def read(source: str | Path, program: str = "") -> Run:
     """The one run of a file (a path), or of a text (a string with more than one line).
 
+    `program` is that of an output which does not name it (else its numbers, or the file's name, decide).
     Raises ParseError if there is no run, or more than one (`read_all` gives them all); OSError from the file.
     """
-    runs = read_all(source)
+    runs = read_all(source, program)
     if len(runs) != 1:
         raise ParseError(
             f"{_name(source)} has the output of {len(runs)} runs, one was expected; use read_all"
@@ -115,14 +123,18 @@ def read(source: str | Path) -> Run:
     return runs[0]
 
 
-def read_all(source: str | Path) -> tuple[Run, ...]:
-    """All runs of a file or text, in order: output of several programs may follow each other in one text."""
+def read_all(source: str | Path, program: str = "") -> tuple[Run, ...]:
+    """All runs of a file or text, in order, as several may follow each other in one; `program` as in `read`."""
     text = (
         source if isinstance(source, str) and _is_text(source) else Path(source).read_text(errors="replace")
     )
     name = _name(source)
     if not text.strip():
         raise ParseError(f"{name} is empty: the run that was to write it ended before its first line")
+    return tuple(named(run, Path(name).name, program) for run in _runs(text, name))
+
+
+def _runs(text: str, name: str) -> tuple[Run, ...]:
     if text.lstrip().startswith("{"):
         return (_from_json(text, name),)
     if text.startswith(_CSV_BEGINS):
@@ -198,12 +210,17 @@ class _TextReader:
     def _finish(self) -> Run:
         if not self.ended:
             self._error(_UNFINISHED)
-        ranks = max((one.rank + 1 for one in self.devices), default=0)
+        ranks, groups = _ranks_and_groups(self.devices)
+        library = self.run.library
+        if self.devices and all(map(_is_host_memory, self.devices)):
+            library = f"pynccl host library ({library})" if library else "pynccl host library"
         if not ranks and "nThread" in self.run.settings:
             self.notes.append("no device is listed, so the number of ranks is not known")
         return replace(
             self.run,
             ranks=ranks,
+            groups=groups,
+            library=library,
             devices=tuple(self.devices),
             rows=tuple(self.rows),
             notes=tuple(self.notes),
@@ -294,6 +311,22 @@ def _text_record(first: Mapping[str, str], in_place: bool, cells: Mapping[str, s
     )
 
 
+_CORES = re.compile(r" \(\d+ cores\)$")
+
+
+def _is_host_memory(device: Device) -> bool:
+    """As a rank of our host library lists it: no GPU, at no place on a bus, but the CPU and its cores."""
+    return device.pci == "0000:00:00" and _CORES.search(device.name) is not None
+
+
+def _ranks_and_groups(devices: Sequence[Device], per_line: int = 1) -> tuple[int, int]:
+    """The ranks of the first rank's group, and how many groups there are; a line may stand for several."""
+    groups = len({one.group for one in devices})
+    if groups > 1:
+        return per_line * sum(one.group == devices[0].group for one in devices), groups
+    return max((one.rank + per_line for one in devices), default=0), 1
+
+
 def _settings(line: str) -> dict[str, str]:
     """`# nThread 1 nGpus 8 .. step: 2(factor) warmup iters: 1`: names (with spaces, some) and values."""
     pairs = re.findall(r"([A-Za-z][A-Za-z ]*?):? (\d\S*)", line.lstrip("# "))
@@ -353,9 +386,11 @@ def _json_run(document: Mapping[str, Any]) -> Run:
         for one in config.get("devices", ())
     )
     busbw = average.get("bandwidth")
+    ranks, groups = _ranks(devices, config.get("nthreads", 1) * config.get("ngpus", 1))
     return Run(
         program=Path(next(iter(document.get("args", ())), "")).name,
-        ranks=_ranks(devices, config.get("nthreads", 1) * config.get("ngpus", 1)),
+        ranks=ranks,
+        groups=groups,
         library=_json_library(document),
         devices=devices,
         rows=tuple(_json_records(document.get("results") or ())),
@@ -368,12 +403,10 @@ def _json_run(document: Mapping[str, Any]) -> Run:
     )
 
 
-def _ranks(devices: Sequence[Device], per_process: int) -> int:
+def _ranks(devices: Sequence[Device], per_process: int) -> tuple[int, int]:
     """nccl-tests lists the first rank of each process only; we list all."""
-    numbers = [one.rank for one in devices]
-    if numbers == [i * per_process for i in range(len(numbers))]:
-        return len(numbers) * per_process
-    return max(numbers, default=-1) + 1
+    firsts = [one.rank for one in devices] == [i * per_process for i in range(len(devices))]
+    return _ranks_and_groups(devices, per_process if firsts else 1)
 
 
 def _json_library(document: Mapping[str, Any]) -> str:

@@ -163,7 +163,7 @@ class Rank:
                 "library": library.kind,
                 "path": library.path,
                 "reason": library.reason,
-                "ranks": self.sweep.size,
+                "ranks": self.comm.size,
             },
             notes=self._notes,
         )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.parse import ParseError, Run, read_all
+from bench.recognise import PROGRAMS
 from bench.report_page import page
 from bench.report_plots import plots
 from bench.report_tables import failures
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, 1 if a file cannot be used, 2 for misuse."""
     options = _parser().parse_args(arguments)
     try:
-        inputs = load(options.files)
+        inputs = load(options.files, options.program or "")
         drawn = plots(inputs.runs, inputs.peers, options.roofline)
         options.out.mkdir(parents=True, exist_ok=True)
         for plot in drawn:
@@ -68,8 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def load(files: Sequence[Path]) -> Inputs:
-    """Read every file, whatever its kind. ParseError names the file (and the line) that is not usable."""
+def load(files: Sequence[Path], program: str = "") -> Inputs:
+    """Read every file, whatever its kind. ParseError names the file (and the line) that is not usable.
+
+    `program` is that of outputs of nccl-tests which do not name theirs.
+    """
     inputs = Inputs([], [], [])
     for file, name in zip(files, _names(files), strict=True):
         text = file.read_text(errors="replace")
@@ -82,7 +86,7 @@ def load(files: Sequence[Path]) -> Inputs:
             _need(file, document.get("imports"), IMPORT)
             inputs.overheads.append((name, document))
         else:
-            inputs.runs += [(name, run) for run in read_all(file)]
+            inputs.runs += [(name, run) for run in read_all(file, program)]
     return inputs
 
 
@@ -126,11 +130,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--out", type=Path, default=Path("build/bench/report"), metavar="DIR")
+    parser.add_argument(
+        "--program",
+        type=_program,
+        metavar="NAME",
+        help="of files that do not name theirs, as all_reduce; else their numbers, or their names, decide",
+    )
     parser.add_argument("--title", default="Collectives, measured")
     parser.add_argument(
         "--roofline", type=_bandwidth, metavar="GB/s", help="a line in the plots of bus bandwidth"
     )
     return parser
+
+
+def _program(text: str) -> str:
+    name = text if text.endswith("_perf") else f"{text}_perf"
+    if name not in PROGRAMS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no program; one of {', '.join(PROGRAMS)}")
+    return name
 
 
 def _bandwidth(text: str) -> float:

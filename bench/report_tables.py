@@ -132,8 +132,8 @@ def notes(runs: Sequence[tuple[str, Run]]) -> list[tuple[str, str]]:
 
 def _about_run(run: Run) -> list[Fact]:
     return [
-        ("program", run.program),
-        ("ranks", str(run.ranks) if run.ranks else "not told"),
+        ("program", f"{run.program} ({run.program_by})" if run.program_by else run.program),
+        ("ranks", _ranks(run)),
         ("wrong elements", _checked(run)),
         ("average busbw", "" if run.average_busbw is None else f"{number(run.average_busbw)} GB/s"),
         ("library", run.library),
@@ -141,6 +141,16 @@ def _about_run(run: Run) -> list[Fact]:
         ("settings", _settings(run)),
         ("when", run.when),
     ]
+
+
+def _ranks(run: Run) -> str:
+    if not run.ranks:
+        return "not told"
+    return (
+        f"{run.ranks} (in the first of {run.groups} groups side by side)"
+        if run.groups > 1
+        else str(run.ranks)
+    )
 
 
 def _about(program: str, document: Mapping[str, Any]) -> list[Fact]:
