@@ -124,7 +124,7 @@ def read(source: str | Path, program: str = "") -> Run:
 
 
 def read_all(source: str | Path, program: str = "") -> tuple[Run, ...]:
-    """All runs of a file or text, in order, as several may follow each other in one; `program` as in `read`."""
+    """All runs of a file or text, in order: several may follow each other. `program` as in `read`."""
     text = (
         source if isinstance(source, str) and _is_text(source) else Path(source).read_text(errors="replace")
     )

@@ -21,7 +21,7 @@ from typing import Any
 
 from bench.parse import ParseError, Run, read_all
 from bench.recognise import PROGRAMS
-from bench.report_page import page
+from bench.report_page import page, pictures_of
 from bench.report_plots import plots
 from bench.report_tables import failures
 
@@ -59,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for plot in drawn:
             (options.out / plot.file).write_bytes(plot.png)
         target = options.out / "index.html"
+        if target.exists():  # an earlier report's pictures would lie beside the new ones
+            for old in set(pictures_of(target.read_text(errors="replace"))) - {plot.file for plot in drawn}:
+                (options.out / old).unlink(missing_ok=True)
         target.write_text(page(options.title, inputs.runs, inputs.peers, inputs.overheads, drawn), "utf-8")
     except (ParseError, OSError, ImportError) as error:
         print(f"report: {error}", file=sys.stderr)

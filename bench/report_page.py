@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -22,7 +23,7 @@ from bench.report_tables import (
     run_rows,
 )
 
-__all__ = ["page"]
+__all__ = ["page", "pictures_of"]
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fff; --text: #1b1f24; --faint: #5b6470; --line: #d5dae0;
@@ -55,15 +56,18 @@ figcaption small { display: block; font-weight: 400; }
 .plot text { fill: currentColor; }
 .scroll { overflow-x: auto; margin: 0.5rem 0 1rem; border: 1px solid var(--line); border-radius: 8px; }
 table { border-collapse: collapse; font-size: 0.875rem; font-variant-numeric: tabular-nums; width: 100%; }
-th, td { padding: 0.2rem 0.55rem; border-bottom: 1px solid var(--line); text-align: right;
+th, td { padding: 0.2rem 0.45rem; border-bottom: 1px solid var(--line); text-align: right;
   white-space: nowrap; }
 tr:last-child td { border-bottom: 0; }
 th { background: var(--card); vertical-align: bottom; }
-th[colspan] { text-align: center; border-left: 1px solid var(--line); }
+th[colspan] { text-align: center; border-left: 1px solid var(--line); white-space: normal;
+  overflow-wrap: anywhere; }
+td:first-child, th:first-child:not([colspan]) { position: sticky; left: 0; background: var(--page); }
+th:first-child:not([colspan]) { background: var(--card); }
 .word { text-align: left; }
 summary { cursor: pointer; font-weight: 600; margin: 0.7rem 0; }
-.met { color: var(--good); }
-.missed { color: var(--bad); font-weight: 600; }
+.met, .faster { color: var(--good); }
+.missed, .slower { color: var(--bad); font-weight: 600; }
 .disturbed { color: var(--doubt); font-weight: 600; }
 .wrong { background: var(--bad); color: var(--page); font-weight: 700; }
 .best { font-weight: 700; }
@@ -75,15 +79,16 @@ of ranks comparable: the size over the time, times the part of it that a link ha
 that part is 2(n-1)/n for all_reduce, (n-1)/n for all_gather, reduce_scatter, alltoall, gather and
 scatter, and 1 for broadcast, reduce and sendrecv. On a ring that loses nothing it is the speed of a
 link, whatever n is; of one rank alone it is 0. 1 GB is 10<sup>9</sup> bytes.</p>
-<p class=faint>In the plots a run has one colour; dashes are in-place calls. A band goes from the fastest
-iteration to the 99th percentile (runs with -I).</p>
+<p class=faint>In the plots a run has one colour (or, if a single run has many kinds of calls, each kind);
+dashes are in-place calls. A band goes from the fastest iteration to the 99th percentile (runs with -I), or
+from the least to the most of repeated sweeps (-N).</p>
 """
 PEERS = """
 <p>Medians over rounds, in which the sides take turns, of the slowest rank's mean per call. The
 <b>ratio</b> is our time over the peer's: below 1 ours is faster; the target is for the fastest peer, in
-bold. The <b>roofline</b> is the least traffic of the operation by as many processes that wait for
-nobody; its part is its time over ours: 1 is the limit of the memory. Bands and p25–p75 are the quartiles
-of the rounds.</p>
+bold. The <b>roofline</b> is the least traffic of the operation, loaded and stored by as many C processes
+that wait for nobody, with the widest vectors of this CPU; its part is its time over ours: 1 is the limit of
+the memory. Bands and p25–p75 are the quartiles of the rounds.</p>
 <p class=faint>Plain: ordinary arrays; mapped: from <code>comm.empty</code>; prepared: calls of
 <code>comm.prepare</code> on plain arrays. Quiet: nothing else runs; one busy core: beside a process that
 burns one. Disturbed: other processes had more of the machine's processor time ("others' CPU") than a
@@ -93,6 +98,8 @@ OVERHEAD = """
 <p>Calls on a library whose functions do nothing: what is left is the way through Python. The target is
 for what a call takes above the same call in C.</p>
 """
+PICTURES = "pynccl-pictures"
+_PICTURES = re.compile(f'<meta name="{PICTURES}" content="([^"]*)">')
 ROWS_SHOWN = 100
 """A longer table is folded."""
 
@@ -123,10 +130,18 @@ def page(
         ]
     head = (
         '<meta charset=utf-8><meta name=viewport content="width=device-width, initial-scale=1">'
+        f'<meta name="{PICTURES}" content="{escape(" ".join(one.file for one in plots))}">'
         f"<title>{escape(title)}</title><style>{STYLE}</style>"
     )
     body = "\n".join(part for part in parts if part)
     return f"<!doctype html>\n<html lang=en><head>{head}</head>\n<body>\n{body}\n</body></html>\n"
+
+
+def pictures_of(text: str) -> list[str]:
+    """The names of the PNGs that were written beside a page; none if the text is no page of ours."""
+    match = _PICTURES.search(text)
+    names = match[1].split() if match else []
+    return [name for name in names if re.fullmatch(r"[\w-]+\.png", name)]
 
 
 def _alarm(found: Sequence[tuple[str, str]]) -> str:

@@ -1,6 +1,7 @@
 """The plots of the report: numbers in, pictures out, as SVG for the page and as PNG. Knows no files.
 
-A run, or a side of a comparison, has one colour in all plots. In the SVG black is `currentColor` and nothing
+A run, or a side of a comparison, has one colour in all plots; only where a single run has many kinds of calls
+the colours are those. In the SVG black is `currentColor` and nothing
 is behind the plot, so that it is readable on a light and on a dark page; so are all the colours.
 """
 
@@ -10,6 +11,7 @@ import colorsys
 import io
 import math
 import re
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +24,13 @@ from bench.report_tables import PEER_NAMES
 
 __all__ = ["Plot", "colour", "plots"]
 
-# Each has a contrast of at least 3 to white and to near-black.
-COLOURS = ("#1f77d0", "#d9660b", "#2a9134", "#8e5bc0", "#c2418f", "#12888f", "#97663f", "#7a7a7a")
+# Each has a contrast of at least 3 to white and to near-black. From the ninth on: as far as can be, in
+# CIELAB, from all before; no two are closer than the closest of the first eight.
+COLOURS = (
+    *("#1f77d0", "#d9660b", "#2a9134", "#8e5bc0", "#c2418f", "#12888f", "#97663f", "#7a7a7a"),
+    *("#f320f3", "#f3204a", "#623df5", "#919108", "#b1434e", "#b280ad", "#708650", "#0c64e9"),
+)
+GREY = COLOURS[7]
 MISSED_COLOUR, DISTURBED_COLOUR, BLACK = "#d62728", "#a87b00", "#000000"
 SIDE_COLOURS = {
     "ours, plain": "#1f77d0",
@@ -41,9 +48,12 @@ PLACEMENT: tuple[Any, Any] = (
 )  # not in place, in place
 QUANTITIES = (("bus bandwidth", "GB/s", "busbw"), ("latency", "µs", "time_us"))
 # A program with more kinds of calls (type, redop, root) than these has plots for each type.
+# There a single run has a colour for each kind; of several runs so many kinds are drawn, and all are in the
+# table.
 KINDS_TOGETHER = 4
 LABELS = 12  # along the axis of sizes
 LONGEST_NAME = 32
+WIDTH = 5.8  # inches
 STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "pynccl",
@@ -114,13 +124,19 @@ def _run_drawings(runs: Sequence[tuple[str, Run]], roofline: float | None) -> It
         for dtype in [None] if together else dict.fromkeys(row.type for row in rows):
             shown = [row for row in rows if dtype in (None, row.type)]
             kinds = list(dict.fromkeys(_kind(row) for row in shown))
+            alone = sum(run.program == program for _, run in runs) == 1
+            by_kind = alone and len(kinds) > KINDS_TOGETHER
+            few = kinds if alone else kinds[:KINDS_TOGETHER]
             for quantity, unit, field in QUANTITIES:
                 title = f"{quantity}, {dtype}" if dtype else quantity
                 drawing = _Drawing(program, title, f"{quantity} ({unit})")
                 for number, (name, run) in enumerate(runs):
-                    mine = [row for row in run.rows if run.program == program and _kind(row) in kinds]
-                    _draw_run(drawing, number, name, mine, kinds, field)
-                _explain(drawing, shown, kinds)
+                    mine = [row for row in run.rows if run.program == program and _kind(row) in few]
+                    _draw_run(drawing, number, name, mine, few, field, by_kind)
+                _explain(drawing, shown, few, by_kind)
+                if len(few) < len(kinds):
+                    left_out = "; ".join(", ".join(words) for words in _words(kinds)[len(few) :])
+                    drawing.remark(f"Not drawn, but in the table: {left_out}.")
                 if roofline and field == "busbw":
                     drawing.level(roofline, f"roofline, {roofline:g} GB/s")
                 yield drawing
@@ -134,30 +150,68 @@ def _kind(row: Record) -> _Kind:
 
 
 def _draw_run(
-    drawing: _Drawing, number: int, name: str, run: Sequence[Record], kinds: Sequence[_Kind], field: str
+    drawing: _Drawing,
+    number: int,
+    name: str,
+    run: Sequence[Record],
+    kinds: Sequence[_Kind],
+    field: str,
+    by_kind: bool,
 ) -> None:
-    """Colour: the run; marker: the kind of call; dashes: in place."""
-    label, shade = f"{number + 1}: {name}", colour(number)
+    """Colour: the run; marker: the kind of call, if there are several; dashes: in place.
+
+    `by_kind`: there is one run, and the kinds have colours. Of the same call again (-N) the median counts.
+    """
+    label = f"{number + 1}: {name}"
     for kind, words in zip(kinds, _words(kinds), strict=True):
         for in_place in (False, True):
             rows = [row for row in run if _kind(row) == kind and row.in_place is in_place]
-            if rows:
-                drawing.key(f"{number + 1}: {_shorter(name)}", color=shade)
-                style = PLACEMENT[in_place] | {"marker": MARKERS[kinds.index(kind) % len(MARKERS)]}
-                series = ", ".join((label, *words, "in place" if in_place else "out of place"))
-                values = [getattr(row, field) for row in rows]
-                drawing.line(series, [row.size for row in rows], values, color=shade, **style)
-            if field == "time_us":
-                timed = [(row.size, row.iterations) for row in rows if row.iterations]
-                drawing.band([(size, its.min_us, its.p99_us) for size, its in timed], shade)
+            if not rows:
+                continue
+            at = kinds.index(kind)
+            shade = colour(at if by_kind else number)
+            key = ", ".join(words) if by_kind else f"{number + 1}: {_shorter(name)}"
+            marker = {"marker": MARKERS[(at if len(kinds) > 1 else number) % len(MARKERS)]}
+            drawing.key(key, color=shade, **(marker if by_kind or len(kinds) == 1 else {}))
+            style = PLACEMENT[in_place] | marker
+            series = ", ".join((label, *words, "in place" if in_place else "out of place"))
+            by_size: dict[int, list[Record]] = {}
+            for row in rows:
+                by_size.setdefault(row.size, []).append(row)
+            values = [_middle([getattr(row, field) for row in same]) for same in by_size.values()]
+            drawing.line(series, list(by_size), values, color=shade, **style)
+            if any(len(same) > 1 for same in by_size.values()):
+                drawing.remark("Of repeated sweeps (-N): the median, and a band from the least to the most.")
+            drawing.band(_spreads(by_size, field), shade)
 
 
-def _explain(drawing: _Drawing, rows: Sequence[Record], kinds: Sequence[_Kind]) -> None:
+def _middle(values: Sequence[float]) -> float:
+    """The median of those that are numbers."""
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.median(known) if known else math.nan
+
+
+def _spreads(by_size: Mapping[int, Sequence[Record]], field: str) -> list[tuple[float, float, float]]:
+    """Size, least and most: of single iterations (-I) for the time, else of repeated sweeps (-N)."""
+    found: list[tuple[float, float, float]] = []
+    for size, rows in by_size.items():
+        if field == "time_us" and any(row.iterations for row in rows):
+            ends = [(row.iterations.min_us, row.iterations.p99_us) for row in rows if row.iterations]
+        else:
+            ends = [(value, value) for row in rows if 0 <= (value := getattr(row, field)) < math.inf]
+        if ends:
+            found.append((size, min(low for low, _ in ends), max(high for _, high in ends)))
+    return found if any(low < high for _, low, high in found) else []
+
+
+def _explain(
+    drawing: _Drawing, rows: Sequence[Record], kinds: Sequence[_Kind], by_kind: bool = False
+) -> None:
     """What dashes and markers mean, where there is a choice."""
     if len({row.in_place for row in rows}) > 1:
-        drawing.key("out of place", color=BLACK, marker=MARKERS[0], **PLACEMENT[False])
-        drawing.key("in place", color=BLACK, marker=MARKERS[0], **PLACEMENT[True])
-    for number, words in enumerate(_words(kinds) if len(kinds) > 1 else ()):
+        drawing.key("out of place", color=BLACK, **PLACEMENT[False])
+        drawing.key("in place", color=BLACK, **PLACEMENT[True])
+    for number, words in enumerate(_words(kinds) if len(kinds) > 1 and not by_kind else ()):
         drawing.key(", ".join(words), color=BLACK, marker=MARKERS[number % len(MARKERS)], linestyle="none")
 
 
@@ -211,7 +265,7 @@ def _draw_peers(drawing: _Drawing, rows: Sequence[Mapping[str, Any]]) -> None:
 def _draw_side(
     drawing: _Drawing, label: str, side: str, rows: Sequence[Mapping[str, Any]], **style: Any
 ) -> None:
-    shade = SIDE_COLOURS.get(label, COLOURS[-1])
+    shade = SIDE_COLOURS.get(label, GREY)
     values = [row.get(f"{side}_us") for row in rows]
     if any(value is not None for value in values):
         drawing.key(label, color=shade, **style)
@@ -232,6 +286,7 @@ class _Drawing:
         self.section, self.title, self.unit = section, title, unit
         self.series: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {}
         self.without_value = 0
+        self.remarks: list[str] = []
         self.keys: dict[str, dict[str, Any]] = {}
         self.figure = Figure(layout="constrained")
         self.axes = self.figure.add_subplot()
@@ -240,6 +295,11 @@ class _Drawing:
     def key(self, label: str, **style: Any) -> None:
         """An entry of the legend, once."""
         self.keys.setdefault(label, style)
+
+    def remark(self, sentence: str) -> None:
+        """Below the title, once."""
+        if sentence not in self.remarks:
+            self.remarks.append(sentence)
 
     def line(self, label: str, x: Sequence[float], y: Sequence[float | None], **style: Any) -> None:
         """What is no number from 0 on is left out, and counted."""
@@ -292,15 +352,18 @@ class _Drawing:
         """Below the axes, which are as high as without it."""
         from matplotlib.lines import Line2D
 
-        columns = 2 if all(len(label) <= LONGEST_NAME + 4 for label in self.keys) else 1
-        self.figure.set_size_inches(5.8, 3.3 + 0.19 * math.ceil(len(self.keys) / columns))
         if not self.series:
             self.axes.text(0.5, 0.5, "no data", transform=self.axes.transAxes, ha="center")
         lines = [Line2D([], [], label=label, **style) for label, style in self.keys.items()]
-        if lines:
-            self.figure.legend(
+        for columns in (3, 2, 1) if lines else ():
+            self.figure.set_size_inches(WIDTH, 3.3 + 0.19 * math.ceil(len(self.keys) / columns))
+            legend = self.figure.legend(
                 handles=lines, loc="outside lower center", ncols=columns, fontsize=9, frameon=False
             )
+            # Other fonts, on the page, may be a little wider.
+            if columns == 1 or legend.get_window_extent().width < 0.93 * self.figure.bbox.width:
+                return
+            legend.remove()
 
     def _ticks(self, sizes: Sequence[float], values: Sequence[float]) -> None:
         from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
@@ -326,7 +389,7 @@ class _Drawing:
 
     def _note(self) -> str:
         zeros = sum(y == 0 for _, ys in self.series.values() for y in ys)
-        said = []
+        said = list(self.remarks)
         if zeros:
             said.append(
                 f"{zeros} of the values are 0: the size is 0, or the file has too few decimals, "

@@ -35,7 +35,7 @@ NOTHING = "–"
 
 @dataclass(frozen=True)
 class Cell:
-    """Text, and the class that it has on the page: met, missed, best or wrong; or `run N`, for its colour."""
+    """Text, and the class that it has on the page: met, missed, best, slower, ..; or `run N`, its colour."""
 
     text: str
     mark: str = ""
@@ -93,7 +93,7 @@ def failures(
             )  # fmt: skip
         elif run.out_of_bounds:
             found.append((f"{at}: {name}", f"{run.out_of_bounds} checks found wrong elements"))
-        if not run.rows:
+        if not run.rows and not _refused(run):
             found.append((f"{at}: {name}", "no results"))
         found += [(f"{at}: {name}", error) for error in run.errors]
     for name, document in peers:
@@ -101,6 +101,11 @@ def failures(
         if not document["rows"]:
             found.append((name, "no results"))
     return found
+
+
+def _refused(run: Run) -> bool:
+    """It came to its end, and had nothing to run: hypercube_perf on 3 ranks says so, as a note."""
+    return run.good and any("skipping" in note for note in run.notes)
 
 
 Fact = tuple[str, "str | Cell"]
@@ -135,12 +140,16 @@ def _about_run(run: Run) -> list[Fact]:
         ("program", f"{run.program} ({run.program_by})" if run.program_by else run.program),
         ("ranks", _ranks(run)),
         ("wrong elements", _checked(run)),
-        ("average busbw", "" if run.average_busbw is None else f"{number(run.average_busbw)} GB/s"),
+        ("average busbw", _bandwidth(run.average_busbw)),
         ("library", run.library),
         ("machine", _devices(run)),
         ("settings", _settings(run)),
         ("when", run.when),
     ]
+
+
+def _bandwidth(value: float | None) -> str:
+    return "" if value is None or math.isnan(value) else f"{number(value)} GB/s"
 
 
 def _ranks(run: Run) -> str:
@@ -162,10 +171,16 @@ def _about(program: str, document: Mapping[str, Any]) -> list[Fact]:
         ("ranks", ", ".join(map(str, ranks))),
         ("load", _text(document.get("load", ""))),
         ("rounds", _text(document.get("rounds", ""))),
-        *((PEER_NAMES.get(key, key), _text(value)) for key, value in versions.items() if value is not None),
+        *(_version(key, value) for key, value in versions.items() if value is not None),
         ("machine", _machine(about)),
         ("when", _text(document.get("when", ""))),
     ]
+
+
+def _version(side: str, value: Any) -> Fact:
+    if side == "roofline":
+        return "roofline", f"a C program, by {_text(value)}"
+    return PEER_NAMES.get(side, side), _text(value)
 
 
 def _checked(run: Run) -> str | Cell:
@@ -190,29 +205,24 @@ def _devices(run: Run) -> str:
     return "; ".join(f"{host}: {devices}" for host, devices in said.items())
 
 
+# What is told of a run: the words for it, the names that text, JSON and CSV have for it, and what is usual.
 SETTINGS = (
-    "buffers",
-    "hot",
-    "aggregated",
-    "average",
-    "iterations",
-    "iters",
-    "agg iters",
-    "warmup iters",
-    "graph",
+    ("{} iterations", ("iters", "iterations"), ()),
+    ("{} to warm up", ("warmup iters", "warmup_iters"), ()),
+    ("{} calls in a group", ("agg iters", "aggregated_iterations", "aggregated"), ("1",)),
+    ("{} launches of a graph", ("graph",), ("0",)),
+    ("{} buffers", ("buffers",), ()),
+    ("hot: {}", ("hot",), ("0", "false")),
+    ("time of ranks: {}", ("average",), ("average",)),
 )
-USUAL = {
-    "hot": ("0", "false"),
-    "aggregated": ("1",),
-    "agg iters": ("1",),
-    "graph": ("0",),
-    "average": ("average",),
-}
 
 
 def _settings(run: Run) -> str:
-    chosen = {key: run.settings[key] for key in SETTINGS if key in run.settings}
-    said = [f"{key} {value}" for key, value in chosen.items() if value not in USUAL.get(key, ())]
+    said = []
+    for words, names, usual in SETTINGS:
+        value = next((run.settings[name] for name in names if name in run.settings), None)
+        if value is not None and value not in usual:
+            said.append(words.format(value))
     return "; ".join(said)
 
 
@@ -244,11 +254,18 @@ def _place(row: Record) -> str:
 
 
 def run_rows(program: str, runs: Sequence[tuple[str, Run]]) -> Table:
-    """Every result of a program, a row for each call, the runs side by side; ratios to the first of them."""
+    """Every result of a program, a row for each call, the runs side by side; ratios to the first of them.
+
+    What all calls have in common is in the caption, and has no column.
+    """
     chosen = [(at, name, run) for at, (name, run) in enumerate(runs, 1) if run.program == program]
     calls = [_calls(run) for _, _, run in chosen]
     base, base_name, _ = chosen[0]
-    heads = ["size (B)", "type", "redop", "root", "placement"]
+    keys = _ordered(calls)
+    told = [(key[1], key[2], NOTHING if key[3] < 0 else str(key[3])) for key in keys]
+    varying = [at for at in range(3) if len({one[at] for one in told}) > 1]
+    heads = ["size (B)", *(("type", "redop", "root")[at] for at in varying), "placement"]
+    words = range(1, len(heads))
     groups = [(Cell("call"), len(heads))]
     for at, name, run in chosen:
         mine = ["time (µs)", "busbw (GB/s)", "wrong"]
@@ -257,18 +274,41 @@ def run_rows(program: str, runs: Sequence[tuple[str, Run]]) -> Table:
         groups.append((Cell(f"{at}: {name}", f"run {at}"), len(mine)))
         heads += mine
     rows: list[list[str | Cell]] = []
-    for key in _ordered(calls):
-        size, dtype, redop, root, in_place, _ = key
-        row: list[str | Cell] = [f"{size:,}", dtype, redop, NOTHING if root < 0 else str(root)]
-        row.append("in place" if in_place else "out of place")
+    for key, kind in zip(keys, told, strict=True):
+        row: list[str | Cell] = [f"{key[0]:,}", *(kind[at] for at in varying)]
+        row.append("in place" if key[4] else "out of place")
         for results, (at, _, run) in zip(calls, chosen, strict=True):
             row += _results(results.get(key), _timed(run))
             row += [_of_base(results.get(key), calls[0].get(key))] if at != base else []
         rows.append(row)
     caption = f"{program or 'Results'}: all results"
+    common = [] if not told else [_common(at, told[0][at]) for at in range(3) if at not in varying]
+    caption += f" ({', '.join(filter(None, common))})" if any(common) else ""
     if len(chosen) > 1:
-        caption += f". Ratios: time over that of run {base} ({base_name}); below 1 is faster."
-    return Table(caption, heads, rows, range(1, 5), groups)
+        caption += (
+            f". Ratios: time over that of run {base} ({base_name}); below 1 is faster. "
+            "Coloured: more than a tenth slower, or faster."
+        )
+        caption += _other_ranks([run for _, _, run in chosen])
+    return Table(caption, heads, rows, words, groups)
+
+
+def _common(at: int, value: str) -> str:
+    """Of a type, operation or root that all calls have."""
+    if value in (NOTHING, "none"):
+        return ""
+    return f"root {value}" if at == 2 else value
+
+
+def _other_ranks(runs: Sequence[Run]) -> str:
+    ranks = [run.ranks for run in runs]
+    if len(set(ranks)) == 1 and ranks[0]:
+        return ""
+    known = ", ".join(str(one or "unknown") for one in dict.fromkeys(ranks))
+    return (
+        f" The runs are on different or unknown numbers of ranks ({known}), where the same size is different "
+        "work: there compare the bus bandwidths."
+    )
 
 
 def _timed(run: Run) -> bool:
@@ -310,10 +350,15 @@ def _results(record: Record | None, timed: bool) -> list[str | Cell]:
     return [*cells, *(spread if timed else [])]
 
 
-def _of_base(record: Record | None, base: Record | None) -> str:
+NOTABLE = 1.1
+
+
+def _of_base(record: Record | None, base: Record | None) -> str | Cell:
     if record is None or base is None or not base.time_us > 0 or math.isnan(record.time_us):
         return NOTHING
-    return _ratio(record.time_us / base.time_us)
+    ratio = record.time_us / base.time_us
+    mark = "slower" if ratio > NOTABLE else "faster" if ratio < 1 / NOTABLE else ""
+    return Cell(_ratio(ratio), mark) if mark else _ratio(ratio)
 
 
 # --- peers --------------------------------------------------------------------------------------------------
@@ -434,23 +479,11 @@ def overhead(document: Mapping[str, Any]) -> list[Table]:
     for row in document["imports"]:
         times = (number(row.get("numpy_ms")), f"{row['beyond_numpy_ms']:.1f}", f"{row['target_ms']:g}")
         imports.append([row["name"], *times, _verdict(row["met"])])
-    heads: tuple[str, ...] = (
-        "call",
-        "time (µs)",
-        "p25–p75 (µs)",
-        "above the C call (µs)",
-        "at most (µs)",
-        "verdict",
-    )
+    heads = ["call", "time (µs)", "p25–p75 (µs)", "above the C call (µs)", "at most (µs)", "verdict"]
     tables = [Table(f"A call with the communication taken away{_met(document['calls'])}", heads, calls)]
     if imports:
-        heads = (
-            "import pynccl of a new process",
-            "NumPy alone (ms)",
-            "beyond NumPy (ms)",
-            "at most (ms)",
-            "verdict",
-        )
+        heads = ["import pynccl of a new process", "NumPy alone (ms)", "beyond NumPy (ms)"]
+        heads += ["at most (ms)", "verdict"]
         tables.append(Table(f"The import{_met(document['imports'])}", heads, imports))
     return tables
 
