@@ -33,9 +33,11 @@ lint: setup ## Check formatting, lint, types, and the C sources with warnings as
 	$(IN) -m mypy
 	$(IN) pynccl/host/build.py --werror --out build/lint/lib --objects build/lint
 
-bench: setup ## Sweep all_reduce over sizes on 2 ranks, results in build/bench
+bench: setup ## Sweep all_reduce over sizes on 2 ranks, results in build/bench (all_reduce, -2, ..)
 	@mkdir -p build/bench
-	$(IN) -m bench.all_reduce_perf -b 8 -e 64M -f 2 -g 2 -J build/bench/all_reduce.json | tee build/bench/all_reduce.txt
+	@name=build/bench/all_reduce; number=1; while [ -e $$name.json ] || [ -e $$name.txt ]; do \
+	  number=$$((number + 1)); name=build/bench/all_reduce-$$number; done; \
+	$(IN) -m bench.all_reduce_perf -b 8 -e 64M -f 2 -g 2 -J $$name.json | tee $$name.txt
 
 bench-peers: setup ## Compare with Open MPI, MPICH and Gloo (installs them for themselves), results in build/bench
 	@mkdir -p build/bench
@@ -45,8 +47,9 @@ bench-overhead: setup ## Time calls with the communication taken away, and the i
 	@mkdir -p build/bench
 	$(IN) -m bench.call_overhead --json build/bench/call_overhead.json | tee build/bench/call_overhead.txt
 
-# A sweep never overwrites the file of an earlier one: those of `make bench` are all_reduce.json, all_reduce.json.0, ..
-RESULTS = $(sort $(wildcard build/bench/all_reduce.json*)) $(wildcard build/bench/peers.json build/bench/call_overhead.json)
+# Nothing overwrites the files of an earlier `make bench`: all_reduce.txt and .json, all_reduce-2.txt and .json, ..
+# Oldest first: it is what the others are compared with.
+RESULTS = $(shell ls -1tr build/bench/all_reduce*.json 2>/dev/null) $(wildcard build/bench/peers.json build/bench/call_overhead.json)
 bench-report: setup ## Lay what bench, bench-peers and bench-overhead found side by side on a page, build/bench/report
 	@test -n "$(strip $(RESULTS))" || { echo "nothing in build/bench yet: make bench, bench-peers or bench-overhead first"; exit 1; }
 	$(IN) -m bench.report $(RESULTS) --out build/bench/report

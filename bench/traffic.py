@@ -119,10 +119,10 @@ def _number(environment: Mapping[str, str], name: str, default: float, most: flo
 
 
 def _read_matrix(file: str, scale: float) -> tuple[tuple[int, ...], ...]:
-    """Rows of numbers separated by white space, times `scale`, each rounded down to 16 bytes."""
+    """Rows of numbers separated by white space or commas, times `scale`, each rounded down to 16 bytes."""
     name = f"{_PREFIX}MATRIX_FILE={file}"
     try:
-        lines = [line.split() for line in Path(file).read_text().splitlines()]
+        lines = [_words(line) for line in Path(file).read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{name} cannot be read: {error}") from None
     rows = []
@@ -135,7 +135,8 @@ def _read_matrix(file: str, scale: float) -> tuple[tuple[int, ...], ...]:
                 value = math.nan
             if not 0 <= value < 2**63:
                 raise UsageError(
-                    f"{name}: row {row}, column {column}: {word!r} is not a number of bytes of at least 0"
+                    f"{name}: row {row}, column {column}: {word!r} is not a number of bytes of at least 0; "
+                    "separate the numbers by white space or commas"
                 )
             values.append(_whole(value))
         rows.append(tuple(values))
@@ -143,6 +144,14 @@ def _read_matrix(file: str, scale: float) -> tuple[tuple[int, ...], ...]:
         shape = " + ".join(str(len(row)) for row in rows) or "no"
         raise UsageError(f"{name}: a square matrix is needed, and it has {len(rows)} rows of {shape} values")
     return tuple(rows)
+
+
+def _words(line: str) -> list[str]:
+    """Between commas there is one value each, so that an empty one is found; a comma may end the line."""
+    if not line.strip():
+        return []
+    parts = [part.split() for part in line.strip().removesuffix(",").split(",")]
+    return [word for part in parts for word in (part or [""])]
 
 
 def _whole(nbytes: float) -> int:

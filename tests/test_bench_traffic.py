@@ -64,6 +64,14 @@ def test_the_variables_choose_the_pattern(tmp_path: Path):
     assert scaled.matrix is not None and scaled.matrix[0] == (48, 96, 64)
 
 
+@pytest.mark.parametrize("separator", [" ", "\t", ",", ", ", " , "])
+def test_numbers_of_a_matrix_are_separated_by_white_space_or_commas(separator: str, tmp_path: Path):
+    lines = [separator.join(line.split()) for line in MATRIX.splitlines()]
+    for end in ("", separator.rstrip(" ")):
+        file = matrix_file(tmp_path, "".join(f"{line}{end}\n" if line else "\n" for line in lines))
+        assert traffic_from({f"{PREFIX}MATRIX_FILE": file}, options(), 3).matrix == ROUNDED
+
+
 @pytest.mark.parametrize(
     ("variables", "line", "said"),
     [
@@ -80,6 +88,8 @@ def test_the_variables_choose_the_pattern(tmp_path: Path):
         ({"MATRIX_FILE": "1 x\n3 4\n"}, "", "row 0, column 1: 'x' is not a number of bytes"),
         ({"MATRIX_FILE": "1 2\n3 -4\n"}, "", "row 1, column 1: '-4' is not a number of bytes"),
         ({"MATRIX_FILE": "1 2\n3 nan\n"}, "", "row 1, column 1: 'nan'"),
+        ({"MATRIX_FILE": "1,2\n3,,4\n"}, "", "row 1, column 1: '' .* separate the numbers by white space or"),
+        ({"MATRIX_FILE": "1;2\n3;4\n"}, "", "row 0, column 0: '1;2' .* by white space or commas"),
     ],
 )
 def test_what_the_variables_cannot_mean_is_an_error(
