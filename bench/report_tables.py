@@ -179,7 +179,7 @@ def _about(program: str, document: Mapping[str, Any]) -> list[Fact]:
 
 def _version(side: str, value: Any) -> Fact:
     if side == "roofline":
-        return "roofline", f"a C program, by {_text(value)}"
+        return "roofline", f"a C program with {_text(value)}"
     return PEER_NAMES.get(side, side), _text(value)
 
 

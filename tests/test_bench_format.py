@@ -252,3 +252,35 @@ def test_csv_has_one_row_for_each_tuple_of_independent_variables(tmp_path: Path)
         "root": "-1",
         "wrong": "0",
     }
+
+
+@pytest.mark.parametrize("timed", ["", "-I 1"])
+def test_a_row_is_in_the_files_before_the_run_ends(timed: str, tmp_path: Path):
+    """And the JSON that is there at the end is what `json.dump` makes of it, whatever way it grew."""
+    table, file = tmp_path / "out.csv", tmp_path / "out.json"
+    stats = IterationStats((1e-6, 3e-6), 0, ((1e-6, 3e-6),)) if timed else None
+    measurement = Measurement(2e-6, 1, 1, 0, stats)
+    _, report = sweep(f"{timed} --csv {table} -J {file}", measurement, measurement)
+    for rows in (1, 2):
+        document = json.loads(file.read_text())
+        assert len(document["results"]) == rows and "out_of_bounds" not in document
+        assert document["errors"] == [] and document["end_time"]
+        assert len(table.read_text().splitlines()) == 1 + 2 * rows
+        if rows == 1:
+            report.begin_row(Row(2048, 512, "float", "sum", -1))
+            for placement in ("out_of_place", "in_place"):
+                report.measured(placement, measurement)
+            report.end_row()
+    report.finish(0, None)
+    report.close()
+    text = file.read_text()
+    assert text == json.dumps(json.loads(text), indent=1) + "\n"
+    assert list(json.loads(text))[-4:] == ["out_of_bounds", "average_bus_bandwidth", "errors", "end_time"]
+
+
+def test_the_text_of_a_document_cannot_take_the_place_of_its_results(tmp_path: Path):
+    file = tmp_path / "out.json"
+    _, report = sweep(f"-J {file}", OUT, IN, arguments=('"results": []',))
+    report.close()
+    document = json.loads(file.read_text())
+    assert document["args"] == ['"results": []'] and len(document["results"]) == 1

@@ -351,7 +351,7 @@ def test_inputs_tell_their_machine_versions_load_and_time():
         told["p.json"]["machine"] == "a <script>, 2 cores, load 0.25"
         and told["p.json"]["Open MPI"] == "Open MPI 5"
     )
-    assert told["p.json"]["roofline"] == "a C program, by 64-byte vectors"
+    assert told["p.json"]["roofline"] == "a C program with 64-byte vectors"
     old, new = (
         {"iters": "20", "warmup iters": "5", "agg iters": "1"},
         {"iterations": "20", "warmup_iters": "5"},
