@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from bench.peer.rows import document, missed, reason, rows, write
 from bench.peer.sides import SIDES, Side, SideError, Spec
 from bench.peer.table import text
 from bench.peer.targets import Miss, ratio_target, roofline_target, why
-from bench.peer.worker import expected, source
+from bench.peer.worker import Calls, check, expected, source
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -57,17 +58,29 @@ def test_sizes_are_in_words(size: int, words: str) -> None:
     assert size_in_words(size) == words
 
 
-class Ramp:
-    """Enough of a library for the worker's inputs."""
+class Arrays:
+    """Enough of a library for the worker's inputs, and one rank of a library for its check."""
 
-    def pattern(self, count: int) -> Any:
-        return np.resize(np.arange(64, dtype=np.float32), count)
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        self.rank, self.ranks, self.version = rank, ranks, "none"
+
+    def floats(self, values: Sequence[int]) -> Any:
+        return np.array(values, np.float32)
+
+    def barrier(self) -> None:
+        """There is nobody to wait for."""
+
+    def set_up(self, kind: str, op: str, elements: int) -> Calls:
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_expected_result_is_the_operation_on_the_inputs(op: str) -> None:
-    ranks, elements, ramp = 4, 400, Ramp()
-    inputs: Any = [source(ramp, op, rank, ranks, elements) for rank in range(ranks)]  # type: ignore[arg-type]
+    ranks, elements, arrays = 4, 80_000, Arrays()
+    inputs: Any = [source(arrays, op, rank, ranks, elements) for rank in range(ranks)]
     whole = {
         "all_reduce": lambda rank: np.sum(inputs, axis=0),
         "reduce_scatter": lambda rank: np.sum(inputs, axis=0).reshape(ranks, -1)[rank],
@@ -76,7 +89,49 @@ def test_the_expected_result_is_the_operation_on_the_inputs(op: str) -> None:
         "alltoall": lambda rank: np.concatenate([one.reshape(ranks, -1)[rank] for one in inputs]),
     }
     for rank in range(ranks):
-        np.testing.assert_array_equal(expected(ramp, op, rank, ranks, elements), whole[op](rank))  # type: ignore[arg-type]
+        np.testing.assert_array_equal(expected(arrays, op, rank, ranks, elements), whole[op](rank))
+
+
+MISTAKES: dict[str, Callable[[Any, int], Any]] = {  # of a right result and the elements of a block
+    "halves swapped": lambda right, block: np.roll(right, right.size // 2),
+    "half a block late": lambda right, block: np.roll(right, block // 2),
+    "one element late": lambda right, block: np.roll(right, 1),
+    "256 bytes late": lambda right, block: np.roll(right, 64),
+    "the last element": lambda right, block: np.concatenate([right[:-1], [right[-1] + 1]]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("op", OPS)
+def test_the_check_sees_what_stands_in_another_place(op: str, mistake: str) -> None:
+    library, elements = Arrays(rank=1, ranks=4), 64 * KIB
+    right = expected(library, op, 1, 4, elements)
+    result = np.empty_like(right)
+    given = result if op == "broadcast" else np.empty_like(source(library, op, 1, 4, elements))
+
+    def answer(value: Any) -> Calls:
+        return Calls(lambda: np.copyto(result, value), (), given, result)
+
+    assert check(library, op, answer(right), elements) == 0
+    wrong = check(library, op, answer(MISTAKES[mistake](right, elements // 4)), elements)
+    assert wrong == (1 if mistake == "the last element" else right.size)
+
+
+def test_the_check_sees_the_result_of_another_rank_and_an_input_that_was_written() -> None:
+    library, elements = Arrays(rank=1, ranks=4), 64 * KIB
+    for op in ("reduce_scatter", "alltoall"):
+        given = np.empty(elements, np.float32)
+        other = expected(library, op, 2, 4, elements)
+        result = np.empty_like(other)
+        assert check(library, op, Calls(np.copyto, (result, other), given, result), elements) == other.size
+
+        right = expected(library, op, 1, 4, elements)
+
+        def writes(result: Any = result, right: Any = right, given: Any = given) -> None:
+            result[:] = right
+            given[:] = 0.0
+
+        assert check(library, op, Calls(writes, (), given, result), elements) == given.size
 
 
 def test_prepared_calls_are_for_small_cases_and_stores_past_the_caches_for_large_ones() -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bench.peer.worker import PERIOD, Calls, serve
+from bench.peer.worker import Calls, serve
 
 __all__ = ["Gloo", "main"]
 
@@ -41,9 +42,9 @@ class Gloo:
         out = torch.zeros(block if op == "reduce_scatter" else elements)
         return Calls(OUT_OF_PLACE[op], (out, x), x, out)
 
-    def pattern(self, count: int) -> Any:
+    def floats(self, values: Sequence[int]) -> Any:
         """See `bench.peer.worker.Library`."""
-        return torch.arange(PERIOD, dtype=torch.float32).repeat(-(-count // PERIOD))[:count].clone()
+        return torch.tensor(values, dtype=torch.float32)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

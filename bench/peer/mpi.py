@@ -6,13 +6,14 @@ way that mpi4py has for blocking collectives.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mpi4py
 import numpy as np
 from mpi4py import MPI
 
-from bench.peer.worker import PERIOD, Calls, serve
+from bench.peer.worker import Calls, serve
 
 __all__ = ["Mpi"]
 
@@ -44,9 +45,9 @@ class Mpi:
         out = np.zeros(block if op == "reduce_scatter" else elements, np.float32)
         return Calls(call, ((x, MPI.FLOAT), (out, MPI.FLOAT)), x, out)
 
-    def pattern(self, count: int) -> Any:
+    def floats(self, values: Sequence[int]) -> Any:
         """See `bench.peer.worker.Library`."""
-        return np.resize(np.arange(PERIOD, dtype=np.float32), count)
+        return np.array(values, np.float32)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -7,12 +7,13 @@ arrays, and the call is what `comm.prepare` made.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 import pynccl
-from bench.peer.worker import PERIOD, Calls, serve
+from bench.peer.worker import Calls, serve
 
 __all__ = ["Ours", "main"]
 
@@ -45,9 +46,9 @@ class Ours:
         array[:] = 0
         return array
 
-    def pattern(self, count: int) -> Any:
+    def floats(self, values: Sequence[int]) -> Any:
         """See `bench.peer.worker.Library`."""
-        return np.resize(np.arange(PERIOD, dtype=np.float32), count)
+        return np.array(values, np.float32)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -22,19 +22,21 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, Protocol
 
 from bench.peer.cases import FLOAT
 
-__all__ = ["Calls", "Library", "expected", "serve", "source"]
+__all__ = ["Calls", "Library", "check", "expected", "serve", "source"]
 
 # The ranks slept until now, perhaps on one core: a part of the calls is made before those that are timed, so
 # that the system can spread them.
 WARM_UP = 8
-PERIOD = 64  # of the values of an input: small integers, whose sums are exact in float32 in any order
+# Of the values of an input, see `pattern`. A prime: no shift by a block or a half is a multiple of it, and
+# its neighbours' values are far apart, so that no shift looks like another rank's data.
+PERIOD, STEP = 65521, 40503
 
 
 @dataclass
@@ -57,8 +59,8 @@ class Library(Protocol):
     def set_up(self, kind: str, op: str, elements: int) -> Calls:
         """Arrays and a call for `op`; `kind` is the KEY that the parent gave."""
 
-    def pattern(self, count: int) -> Any:
-        """0, 1, ... PERIOD-1, 0, 1, ...: `count` values."""
+    def floats(self, values: Sequence[int]) -> Any:
+        """An array of them."""
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -83,7 +85,7 @@ def _obey(library: Library, known: dict[str, Calls], words: list[str]) -> dict[s
     match words:
         case ["setup", key, op, size, _, _, _]:
             known[key] = library.set_up(key, op, int(size) // FLOAT)
-            return {"wrong": _check(library, op, known[key], int(size) // FLOAT)}
+            return {"wrong": check(library, op, known[key], int(size) // FLOAT)}
         case ["time", key, count]:
             return {"seconds": _mean_seconds(library, known[key], int(count))}
         case ["forget"]:
@@ -108,26 +110,45 @@ def _mean_seconds(library: Library, calls: Calls, count: int) -> float:
 # --- is it right? -------------------------------------------------------------------------------------------
 
 
-def _check(library: Library, op: str, calls: Calls, elements: int) -> int:
-    """Wrong elements of one call's result on this rank.
+def check(library: Library, op: str, calls: Calls, elements: int) -> int:
+    """Wrong elements of one call's result on this rank, and of its input if that is another array.
 
     The input stays as it is, for zeros can be faster than data; only where sums replace it it becomes zero,
     so that they stay finite.
     """
     rank, ranks = library.rank, library.ranks
     calls.result[:] = -1.0
-    calls.input[:] = source(library, op, rank, ranks, elements)
+    given = source(library, op, rank, ranks, elements)
+    calls.input[:] = given
     library.barrier()
     calls.call(*calls.args)
     wrong = int((calls.result != expected(library, op, rank, ranks, elements)).sum())
-    if op == "all_reduce" and calls.input is calls.result:
+    if calls.input is not calls.result:
+        wrong += int((calls.input != given).sum())
+    elif op == "all_reduce":
         calls.input[:] = 0.0
     return wrong
 
 
+def pattern(library: Library, count: int) -> Any:
+    """`count` values that differ over all of them: whatever part of it stands where another should is seen.
+
+    Integers, from a permutation of 0 to PERIOD-1 that is one more each time it begins again. Their sums over
+    up to 190 ranks are exact in float32 in any order, for arrays of up to 64 MiB.
+    """
+    begun = library.floats(range(-(-count // PERIOD)))
+    permuted = library.floats([number * STEP % PERIOD for number in range(min(count, PERIOD))])
+    return (begun[:, None] + permuted).reshape(-1)[:count]
+
+
+def mark(rank: int) -> float:
+    """What a rank adds to the pattern. Squares: no other choice of so many ranks (to 5) has the same sum."""
+    return float((rank + 1) ** 2)
+
+
 def source(library: Library, op: str, rank: int, ranks: int, elements: int) -> Any:
-    """A rank's input: element i is i modulo PERIOD, and one more than its rank."""
-    return library.pattern(elements // ranks if op == "all_gather" else elements) + float(rank + 1)
+    """A rank's input: the pattern, and its mark."""
+    return pattern(library, elements // ranks if op == "all_gather" else elements) + mark(rank)
 
 
 def expected(library: Library, op: str, rank: int, ranks: int, elements: int) -> Any:
@@ -136,15 +157,15 @@ def expected(library: Library, op: str, rank: int, ranks: int, elements: int) ->
     mine = slice(rank * block, (rank + 1) * block)
     match op:
         case "all_reduce":
-            return library.pattern(elements) * ranks + ranks * (ranks + 1) / 2
+            return pattern(library, elements) * ranks + sum(map(mark, range(ranks)))
         case "reduce_scatter":
-            return (library.pattern(elements) * ranks + ranks * (ranks + 1) / 2)[mine]
+            return (pattern(library, elements) * ranks + sum(map(mark, range(ranks))))[mine]
         case "broadcast":
-            return library.pattern(elements) + 1.0
+            return pattern(library, elements) + mark(0)
         case "all_gather" | "alltoall":
-            got = library.pattern(block) if op == "all_gather" else library.pattern(elements)[mine]
-            result = library.pattern(elements)
+            got = pattern(library, block) if op == "all_gather" else pattern(library, elements)[mine]
+            result = pattern(library, elements)
             for peer in range(ranks):
-                result[peer * block : (peer + 1) * block] = got + float(peer + 1)
+                result[peer * block : (peer + 1) * block] = got + mark(peer)
             return result
     raise ValueError(f"worker: {op!r} is no operation")
