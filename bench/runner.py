@@ -60,9 +60,8 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         with terminated_by_signals():
             return _run(program, options, arguments)
     except (UsageError, pynccl.LibraryNotFoundError) as error:
-        if (
-            STARTED not in os.environ or _is_first()
-        ):  # the others have the same command line, and found the same
+        # Ranks that we start have the same command line, and find the same.
+        if STARTED not in os.environ or _is_first():
             print(f"{program}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
@@ -71,6 +70,7 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     except pynccl.RemoteError as error:
         if _is_first():  # it writes the files; whose error it is has said it
             print(f"{program}: {error}", file=sys.stderr)
+        _let_the_other_end_first()
         return 1
     except (pynccl.NcclError, OSError) as error:
         print(f"{program}: {error}", file=sys.stderr)
@@ -84,6 +84,15 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
 def _is_first() -> bool:
     """Is this alone, or the first process of a job?"""
     return find_launcher() is None or place_from_environment().rank == 0
+
+
+def _let_the_other_end_first() -> None:
+    """The status of a job that we start is that of the rank which ends first: of the one that failed.
+
+    It is on its way out, and our launcher then ends this one with SIGTERM, whose handler is the default here.
+    """
+    if STARTED in os.environ:
+        threading.Event().wait(ENDING_SECONDS)
 
 
 def _run(program: str, options: Options, arguments: Sequence[str]) -> int:
