@@ -255,7 +255,7 @@ def test_every_pair_of_edges_of_the_wide_floats(kernels: Kernels, name: str, op:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("name", DTYPES)
 def test_any_number_of_sources_and_elements(kernels: Kernels, name: str, op: str) -> None:
-    for nsrc in (1, 2, 3, 4, 5, 9):
+    for nsrc in (1, 2, 3, 4, 5, 6, 8, 9):
         for count in (1, 7, 63, 2049, 10_000):
             sources = [small_integers(name, count, seed) for seed in range(nsrc)]
             scalars = (

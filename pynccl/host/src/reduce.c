@@ -1,10 +1,10 @@
 /*
  * The reduction kernels: one loop, made for every dtype and operation, and the table that finds them.
  *
- * Two sources, the case of two ranks and the one that must run at the speed of memory, are one pass. More sources go
- * through an accumulator that stays in the first-level cache, a block at a time, so that each source is read once, dst
- * is written once, and a narrow float is rounded once. dst may be a source, so it is written only in the pass that
- * reads the last source.
+ * Up to four sources are one pass: a core then waits for the memory of all of them at once, which takes a reduction of
+ * four large ones half the time of three passes. More go through an accumulator that stays in the first-level cache, a
+ * block at a time, so that each source is read once, dst is written once, and a narrow float is rounded once. dst may
+ * be a source, so it is written only in the pass that reads the last source.
  */
 #include "reduce.h"
 
@@ -17,8 +17,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Two operands and the accumulator share the first-level cache, 32 KiB and more. */
-#define ACCUMULATOR_BYTES 8192
+/* The shorter the block, the more of the sources are under way at once; far shorter ones cost as much for the passes. */
+#define ACCUMULATOR_BYTES 2048
+#define AT_ONCE 4 /* sources */
 
 typedef void reduce_kernel(void *dst, const void *const *src, const void *const *scalar, int nsrc, size_t count,
                            enum reduce_op op);
@@ -48,8 +49,8 @@ DEFINE_DTYPE(uint64, uint64_t, uint64_t, uint64_t)
 DEFINE_DTYPE(float32, float, float, float)
 DEFINE_DTYPE(float64, double, double, double)
 
-/* What a pass does otherwise than take two operands from memory and leave the result in memory. */
-enum { PASS_FROM_SUM = 1, PASS_TO_SUM = 2, PASS_ALONE = 4 };
+/* What a pass does otherwise than begin with its first source and leave the result in memory. */
+enum { PASS_FROM_SUM = 1, PASS_TO_SUM = 2 };
 
 #define DTYPE int8
 #include "reduce_kernel.h"

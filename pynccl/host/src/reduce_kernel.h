@@ -23,59 +23,64 @@ INLINE OWN(_sum) OWN(_operand)(OWN(_element) x, OWN(_sum) factor, enum reduce_op
     return (OWN(_sum))(op == REDUCE_PREMULSUM ? (OWN(_sum))(x) * factor : (OWN(_sum))(x));
 }
 
-/*
- * The loop: (a or sum) op b, to (dst or sum). op and pass are constants wherever this is inlined, so that each copy is
- * straight code which vectorises. Independent: dst may be a or b exactly, and then each iteration still sees only its own.
- */
-INLINE void OWN(_pass)(OWN(_element) *dst, OWN(_sum) *sum, const OWN(_element) *a, OWN(_sum) a_factor,
-                       const OWN(_element) *b, OWN(_sum) b_factor, int nsrc, size_t count, enum reduce_op op,
-                       int pass)
-{
-    INDEPENDENT_ITERATIONS
-    for (size_t i = 0; i < count; i++) {
-        OWN(_sum) x = pass & PASS_FROM_SUM ? sum[i] : OWN(_operand)(a[i], a_factor, op);
-        if (!(pass & PASS_ALONE))
-            x = OWN(_combine)(x, OWN(_operand)(b[i], b_factor, op), op);
-        if (pass & PASS_TO_SUM)
-            sum[i] = x;
-        else
-            dst[i] = (OWN(_value))(op == REDUCE_AVG ? OWN(_divide)(x, nsrc) : x);
-    }
-}
-
 INLINE OWN(_sum) OWN(_factor)(const void *const *scalar, int k, enum reduce_op op)
 {
     return op == REDUCE_PREMULSUM ? (OWN(_sum))(*(const OWN(_element) *)scalar[k]) : 0;
 }
 
+/*
+ * The loop: the sum so far if there is one, and nsrc sources from `start` on, in their order, to dst or to the sum.
+ * nsrc, op and pass are constants wherever this is inlined, so that each copy is straight code which vectorises.
+ * Independent: dst may be a source exactly, and then each iteration still sees only its own.
+ */
+INLINE void OWN(_pass)(OWN(_element) *dst, OWN(_sum) *sum, const void *const *src, const void *const *scalar, int nsrc,
+                       size_t start, size_t count, int divisor, enum reduce_op op, int pass)
+{
+    const OWN(_element) *const a = src[0], *const b = nsrc > 1 ? src[1] : a, *const c = nsrc > 2 ? src[2] : a,
+                        *const d = nsrc > 3 ? src[3] : a;
+    const OWN(_sum) a_factor = OWN(_factor)(scalar, 0, op), b_factor = OWN(_factor)(scalar, nsrc > 1 ? 1 : 0, op),
+                    c_factor = OWN(_factor)(scalar, nsrc > 2 ? 2 : 0, op),
+                    d_factor = OWN(_factor)(scalar, nsrc > 3 ? 3 : 0, op);
+    INDEPENDENT_ITERATIONS
+    for (size_t i = 0; i < count; i++) {
+        OWN(_sum) x = OWN(_operand)(a[start + i], a_factor, op);
+        if (pass & PASS_FROM_SUM)
+            x = OWN(_combine)(sum[i], x, op);
+        if (nsrc > 1)
+            x = OWN(_combine)(x, OWN(_operand)(b[start + i], b_factor, op), op);
+        if (nsrc > 2)
+            x = OWN(_combine)(x, OWN(_operand)(c[start + i], c_factor, op), op);
+        if (nsrc > 3)
+            x = OWN(_combine)(x, OWN(_operand)(d[start + i], d_factor, op), op);
+        if (pass & PASS_TO_SUM)
+            sum[i] = x;
+        else
+            dst[start + i] = (OWN(_value))(op == REDUCE_AVG ? OWN(_divide)(x, divisor) : x);
+    }
+}
+
 INLINE void OWN(_reduce)(OWN(_element) *dst, const void *const *src, const void *const *scalar, int nsrc, size_t count,
                          enum reduce_op op)
 {
-    OWN(_sum) first = OWN(_factor)(scalar, 0, op);
-    if (nsrc == 1) {
-        OWN(_pass)(dst, NULL, src[0], first, NULL, 0, nsrc, count, op, PASS_ALONE);
-        return;
-    }
-    OWN(_sum) second = OWN(_factor)(scalar, 1, op);
-    if (nsrc == 2) {
-        OWN(_pass)(dst, NULL, src[0], first, src[1], second, nsrc, count, op, 0);
-        return;
+    switch (nsrc) { /* AT_ONCE and fewer */
+    case 1: OWN(_pass)(dst, NULL, src, scalar, 1, 0, count, 1, op, 0); return;
+    case 2: OWN(_pass)(dst, NULL, src, scalar, 2, 0, count, 2, op, 0); return;
+    case 3: OWN(_pass)(dst, NULL, src, scalar, 3, 0, count, 3, op, 0); return;
+    case 4: OWN(_pass)(dst, NULL, src, scalar, 4, 0, count, 4, op, 0); return;
     }
 
     OWN(_sum) sum[ACCUMULATOR_BYTES / sizeof(OWN(_sum))];
     const size_t most = sizeof sum / sizeof sum[0];
     for (size_t start = 0; start < count; start += most) {
         size_t n = count - start < most ? count - start : most;
-        const OWN(_element) *a = src[0], *b = src[1];
-        OWN(_pass)(NULL, sum, a + start, first, b + start, second, nsrc, n, op, PASS_TO_SUM);
-        for (int k = 2; k < nsrc - 1; k++) {
-            b = src[k];
-            OWN(_pass)(NULL, sum, NULL, 0, b + start, OWN(_factor)(scalar, k, op), nsrc, n, op,
-                       PASS_FROM_SUM | PASS_TO_SUM);
-        }
-        b = src[nsrc - 1];
-        OWN(_pass)(dst + start, sum, NULL, 0, b + start, OWN(_factor)(scalar, nsrc - 1, op), nsrc, n, op,
-                   PASS_FROM_SUM);
+        OWN(_pass)(NULL, sum, src, scalar, AT_ONCE, start, n, nsrc, op, PASS_TO_SUM);
+        int k = AT_ONCE;
+        for (; nsrc - k > 2; k += 2)
+            OWN(_pass)(NULL, sum, src + k, scalar + k, 2, start, n, nsrc, op, PASS_FROM_SUM | PASS_TO_SUM);
+        if (nsrc - k == 2)
+            OWN(_pass)(dst, sum, src + k, scalar + k, 2, start, n, nsrc, op, PASS_FROM_SUM);
+        else
+            OWN(_pass)(dst, sum, src + k, scalar + k, 1, start, n, nsrc, op, PASS_FROM_SUM);
     }
 }
 
