@@ -5,10 +5,12 @@ Which path the host library takes is its own business; what arrives is not.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import signal
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -126,6 +128,68 @@ def without_a_pause(comm: pynccl.Communicator) -> int:
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_calls_of_all_sizes_without_a_pause(size: int) -> None:
     assert run_ranks(size, without_a_pause, timeout=60, library="host") == [120] * size
+
+
+def begins_at(start: int, elements: int, dtype: np.dtype, comm: pynccl.Communicator) -> np.ndarray:
+    """A mapped array, `start` elements into its memory."""
+    whole = comm.empty(elements + start, dtype)
+    whole[:] = 99
+    return whole[start:]
+
+
+def anywhere(comm: pynccl.Communicator, dtype: np.dtype) -> None:
+    """Mapped arrays begin anywhere in a line, elsewhere on each rank; sometimes rank 1 works in place."""
+    for count, apart, in_place in itertools.product((20000, 33331), (0, 1, 5), (False, True)):
+        blocks = [(block(rank, 0, count * comm.size) % 25).astype(dtype) for rank in range(comm.size)]
+        total = np.stack(blocks).sum(axis=0).astype(dtype)
+        x = begins_at(2 + apart * comm.rank, total.size, dtype, comm)
+        x[:] = blocks[comm.rank]
+        part = begins_at(3 + apart * comm.rank, count, dtype, comm)
+        comm.reduce_scatter(x, out=part)
+        np.testing.assert_array_equal(part, total[comm.rank * count :][:count])
+        gathered = begins_at(7 + apart * comm.rank, total.size, dtype, comm)
+        comm.all_gather(part, out=gathered)
+        np.testing.assert_array_equal(gathered, total)
+        reduced = begins_at(1 + apart * comm.rank, total.size, dtype, comm)
+        if in_place and comm.rank == 1:
+            reduced = x
+        comm.all_reduce(x, out=reduced)
+        np.testing.assert_array_equal(reduced, total)
+        gathered[:] = blocks[comm.rank]
+        comm.broadcast(gathered, root=1)
+        np.testing.assert_array_equal(gathered, blocks[1])
+
+
+@pytest.mark.parametrize("dtype", ["u1", "f4", "i8"])
+@pytest.mark.parametrize("size", [2, 4, 5])
+@pytest.mark.parametrize("streaming", [None, "1"], ids=["as measured", "results go past the caches"])
+def test_mapped_memory_that_begins_anywhere(
+    size: int, dtype: str, streaming: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if streaming is not None:
+        monkeypatch.setenv("PYNCCL_STREAMING_BYTES", streaming)
+    run_ranks(size, anywhere, np.dtype(dtype), timeout=120, library="host")
+
+
+LISTED_CACHES = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
+
+
+def threshold(comm: pynccl.Communicator) -> int:
+    """What the library streams beyond, as it says itself."""
+    handle, value = ctypes.c_void_p(), ctypes.c_int64()
+    assert comm.library.ncclParamBind(ctypes.byref(handle), b"PYNCCL_STREAMING_BYTES") == 0
+    assert comm.library.ncclParamGetI64(handle, ctypes.byref(value)) == 0
+    return value.value
+
+
+@pytest.mark.skipif(not LISTED_CACHES, reason="this kernel lists no caches")
+def test_results_are_streamed_beyond_the_last_cache_of_a_core(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PYNCCL_STREAMING_BYTES", raising=False)
+    size = LISTED_CACHES[-1].read_text().strip()
+    listed = int(size.rstrip("KM")) << {"K": 10, "M": 20}.get(size[-1], 0)
+    assert run_ranks(1, threshold, timeout=60, library="host") == [listed]
 
 
 def large(comm: pynccl.Communicator) -> None:

@@ -38,6 +38,9 @@ const struct kind_info kinds[KINDS] = {
 };
 
 static size_t contribution(const struct op *op) { return kinds[op->kind].blocks ? op->bytes * op->comm->nranks : op->bytes; }
+static size_t received(const struct op *op) {
+  return op->kind == ALL_GATHER || op->kind == GATHER || op->kind == ALL_TO_ALL ? op->bytes * op->comm->nranks : op->bytes;
+}
 
 /* ---- exposing ---------------------------------------------------------------------------------------------------------------- */
 
@@ -73,11 +76,12 @@ static void reduce_from(const struct op *op, char *to, const char *const *source
   reduce_block(to, (const void *const *)sources, scaled ? scalars : NULL, op->comm->nranks, length / op->element, (int)op->dtype, op->redop);
 }
 
-/* Do the buffers of all ranks fill the caches? Then results that were not there before go past them. */
+/* Do the buffers of all ranks fill the caches, if theirs are like mine? Then results that were not there before go past them. */
 bool fills_caches(const struct op *op) {
-  const bool whole = op->kind == ALL_REDUCE || op->kind == REDUCE || op->kind == BROADCAST; /* bytes are all, not a block */
-  const size_t n = (size_t)op->comm->nranks;
-  return 2 * n * (whole ? op->bytes : n * op->bytes) > streaming_threshold();
+  const struct kind_info *kind = &kinds[op->kind];
+  const size_t n = (size_t)op->comm->nranks, sent = (kind->from_root ? 1 : n) * contribution(op), landing = (kind->to_root ? 1 : n) * received(op);
+  if (op->send == op->recv) return (sent > landing ? sent : landing) > streaming_threshold();
+  return sent + landing > streaming_threshold();
 }
 
 void take(const struct op *op, const char *const *sources, size_t stride, size_t offset, size_t length) {
@@ -117,10 +121,9 @@ static void announce(struct op *op) {
     post->address[1] = (uintptr_t)op->recv;
   }
   if (op->kind != SCHEDULE && bytes > ONE_SHOT_BYTES && comm->mappable && heap_descriptor() >= 0) {
-    const size_t received = op->kind == ALL_GATHER || op->kind == GATHER || op->kind == ALL_TO_ALL ? op->bytes * comm->nranks : op->bytes;
     atomic_store_explicit(&lines->heap_fd, heap_descriptor(), memory_order_relaxed);
     if (contributes(op)) post->send_at = heap_offset(op->send, bytes);
-    if (receives(op)) post->recv_at = heap_offset(op->recv, received);
+    if (receives(op)) post->recv_at = heap_offset(op->recv, received(op));
   }
   post->in_place = op->send == op->recv;
   if (op->kind != SCHEDULE && bytes > ONE_SHOT_BYTES) post->early = stage_early(op, post);
@@ -147,14 +150,31 @@ void copy_to(struct target target, const char *from, size_t bytes) {
 }
 
 void deliver(const struct op *op, const struct target *targets, int n, const char *const *sources, size_t bytes) {
-  _Alignas(64) char scratch[PIECE];
-  for (size_t at = 0; at < bytes; at += PIECE) {
-    const size_t length = bytes - at < PIECE ? bytes - at : PIECE;
+  _Alignas(64) char scratch[FAR_PIECE];
+  const int nsources = op->comm->nranks;
+  char *far[MAX_RANKS];
+  int nfar = 0;
+  for (int i = 0; i < n; i++) nfar += targets[i].far;
+  const size_t most = nfar > 0 ? FAR_PIECE : PIECE;
+  /* The first piece ends where a line does, so that the others need not begin within one. */
+  const size_t to_line = nfar > 0 ? -(uintptr_t)targets[n - 1].to & (ALIGN_SLICE - 1) : 0;
+  size_t length = to_line > 0 && to_line % op->element == 0 ? to_line : most;
+  for (size_t at = 0; at < bytes; at += length, length = most) {
+    if (length > bytes - at) length = bytes - at;
     const char *inputs[MAX_RANKS];
-    for (int rank = 0; rank < op->comm->nranks; rank++) inputs[rank] = sources[rank] + at;
+    for (int rank = 0; rank < nsources; rank++) inputs[rank] = sources[rank] + at;
     char *result = targets[0].far ? scratch : targets[0].to + at;
     reduce_from(op, result, inputs, length);
-    for (int i = targets[0].far ? 0 : 1; i < n; i++) copy_to((struct target){targets[i].to + at, targets[i].far}, result, length);
+    nfar = 0;
+    for (int i = 0; i < n; i++) {
+      if (targets[i].far)
+        far[nfar++] = targets[i].to + at;
+      else
+        move(targets[i].to + at, result, length);
+    }
+    if (nfar == 0) continue;
+    for (int rank = 0; rank < nsources; rank++) inputs[rank] += length;
+    copy_streaming_to_all(far, nfar, result, length, inputs, nsources);
   }
 }
 

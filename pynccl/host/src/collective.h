@@ -10,6 +10,9 @@
 #define NOBODY (-1)
 #define ALIGN_SLICE 64       /* slices of an all-reduce begin on cache lines, so that no two ranks write one */
 #define PIECE ((size_t)8192) /* bytes reduced before they are copied on: sources, result and copies stay in the first-level cache */
+/* The same where the copies go past the caches. Then memory is what everything waits for, so it should never be idle: while a piece is stored,
+ * the next one is fetched, and both are short enough to be in the first-level cache together. */
+#define FAR_PIECE ((size_t)1024)
 
 struct target { /* where a result goes */
   char *to;

@@ -13,6 +13,9 @@
 
 /* memcpy with streaming stores; where there are none, memcpy. A release store does not wait for them: copy_fence() first. */
 void copy_streaming(void *to, const void *from, size_t bytes);
+/* The same to n places, side by side: the memory is busier then, and `from` is loaded once. Meanwhile it fetches the `bytes` bytes at each
+ * of ahead[], which are needed next. */
+void copy_streaming_to_all(char *const *to, int n, const char *from, size_t bytes, const char *const *ahead, int nahead);
 void copy_fence(void);
 
 /* Have the line of `to` in this core's cache, as its own, before it is written: other cores had it last. */

@@ -88,6 +88,18 @@ static ncclResult_t check_targets(const struct op *op) {
   return ncclSuccess;
 }
 
+static void copy_to_all(const struct target *targets, int n, const char *from, size_t bytes) {
+  char *far[MAX_RANKS];
+  int nfar = 0;
+  for (int i = 0; i < n; i++) {
+    if (targets[i].far)
+      far[nfar++] = targets[i].to;
+    else
+      move(targets[i].to, from, bytes);
+  }
+  if (nfar > 0) copy_streaming_to_all(far, nfar, from, bytes, NULL, 0);
+}
+
 static ncclResult_t push(const struct op *op) {
   struct push push;
   push.start = 0;
@@ -106,7 +118,7 @@ static ncclResult_t push(const struct op *op) {
       for (int rank = 0; rank < op->comm->nranks; rank++) sources[rank] = push.sources[rank] + at;
       deliver(op, targets, push.ntargets, sources, length);
     } else {
-      for (int i = 0; i < push.ntargets; i++) copy_to(targets[i], push.sources[0] + at, length);
+      copy_to_all(targets, push.ntargets, push.sources[0] + at, length);
     }
   }
   return ncclSuccess;
