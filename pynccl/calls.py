@@ -33,6 +33,7 @@ ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE, ALL_TO_ALL, GATHER, S
 class Collectives(Core):
     """What a Communicator does with data."""
 
+    _records: Records | None = None
     _quick_all_reduce: Any  # see quick.Records
     _quick_all_gather: Any
     _quick_reduce_scatter: Any
@@ -62,9 +63,10 @@ class Collectives(Core):
         # The quick path, for the calls that hot loops make: see quick.py.
         if stream is None and algorithm is None and not (busy and current.busy):
             try:
-                code = self._quick_all_reduce[op](x, out)
+                take = self._quick_all_reduce[op]
             except (KeyError, TypeError):  # no such operation or root; the general path says so
-                code = NOT_TAKEN
+                take = not_taken
+            code = take(x, out)
             if code >= 0:
                 if code:
                     self._settle(code, "all_reduce (ncclAllReduce)", (x, out))
@@ -96,9 +98,10 @@ class Collectives(Core):
         if stream is None and algorithm is None and not (busy and current.busy):
             made = new_result(REDUCE_SCATTER, x, self.size) if out is None else out
             try:
-                code = self._quick_reduce_scatter[op](x, made)
+                take = self._quick_reduce_scatter[op]
             except (KeyError, TypeError):  # no such operation or root; the general path says so
-                code = NOT_TAKEN
+                take = not_taken
+            code = take(x, made)
             if code >= 0:
                 if code:
                     self._settle(code, "reduce_scatter (ncclReduceScatter)", (x, made))
@@ -111,9 +114,10 @@ class Collectives(Core):
         """Every rank gets the root's ``x``: in ``x``, or in ``out`` (``x`` may be None elsewhere)."""
         if type(root) is int and stream is None and algorithm is None and not (busy and current.busy):
             try:
-                code = self._quick_broadcast[root](x, out)
+                take = self._quick_broadcast[root]
             except (KeyError, TypeError):  # no such operation or root; the general path says so
-                code = NOT_TAKEN
+                take = not_taken
+            code = take(x, out)
             if code >= 0:
                 if code:
                     self._settle(code, "broadcast (ncclBroadcast)", (x, out))
@@ -136,9 +140,10 @@ class Collectives(Core):
         """
         if type(root) is int and stream is None and algorithm is None and not (busy and current.busy):
             try:
-                code = self._quick_reduce[root][op](x, out)
+                take = self._quick_reduce[root][op]
             except (KeyError, TypeError):  # no such operation or root; the general path says so
-                code = NOT_TAKEN
+                take = not_taken
+            code = take(x, out)
             if code >= 0:
                 if code:
                     self._settle(code, "reduce (ncclReduce)", (x, out))
@@ -166,9 +171,10 @@ class Collectives(Core):
         if type(root) is int and stream is None and algorithm is None and not (busy and current.busy):
             made = new_result(GATHER, x, self.size) if out is None and root == self.rank else out
             try:
-                code = self._quick_gather[root](x, made)
+                take = self._quick_gather[root]
             except (KeyError, TypeError):  # no such operation or root; the general path says so
-                code = NOT_TAKEN
+                take = not_taken
+            code = take(x, made)
             if code >= 0:
                 if code:
                     self._settle(code, "gather (ncclGather)", (x, made))
@@ -186,9 +192,10 @@ class Collectives(Core):
         if type(root) is int and stream is None and algorithm is None and not (busy and current.busy):
             made = new_result(SCATTER, x, self.size) if out is None and root == self.rank else out
             try:
-                code = self._quick_scatter[root](x, made)
+                take = self._quick_scatter[root]
             except (KeyError, TypeError):  # no such operation or root; the general path says so
-                code = NOT_TAKEN
+                take = not_taken
+            code = take(x, made)
             if code >= 0:
                 if code:
                     self._settle(code, "scatter (ncclScatter)", (x, made))
@@ -205,9 +212,10 @@ class Collectives(Core):
         """
         if type(peer) is int and stream is None and not (busy and current.busy):
             try:
-                code = self._quick_send[peer](x, None)
+                take = self._quick_send[peer]
             except KeyError:  # no such rank; the general path says so
-                code = NOT_TAKEN
+                take = not_taken
+            code = take(x, None)
             if code >= 0:
                 if code:
                     self._settle(code, "send (ncclSend)", x)
@@ -218,9 +226,10 @@ class Collectives(Core):
         """Receive into ``x`` from rank ``peer``; returns ``x``."""
         if type(peer) is int and stream is None and not (busy and current.busy):
             try:
-                code = self._quick_recv[peer](x, None)
+                take = self._quick_recv[peer]
             except KeyError:
-                code = NOT_TAKEN
+                take = not_taken
+            code = take(x, None)
             if code >= 0:
                 if code:
                     self._settle(code, "recv (ncclRecv)", x)
@@ -356,9 +365,9 @@ class Collectives(Core):
         try:
             for key in keys:
                 take = take[key]
-            if any(type(key) not in (int, str) for key in keys) or take(x, out, None):
-                return False
         except (KeyError, TypeError):  # no such operation or rank; the general path says so
+            return False
+        if any(type(key) not in (int, str) for key in keys) or take(x, out, None):
             return False
         called = f"{name} ({function})"
 
@@ -475,13 +484,17 @@ class Collectives(Core):
         self._close_quick_path()
         if self.library.kind != "host" or not self._blocking:
             return
-        self._records = Records(self.library, self._handle or 0, self.rank, self.size, self._choosing)
+        table, size = self._selection, self.size  # no reference to this object: it would be a cycle
+
+        def choosing(name: str, take: Take) -> Take:
+            return take if table is None else table.quick(name, take, size)
+
+        self._records = Records(self.library, self._handle or 0, self.rank, size, choosing)
         self._take_by(self._records.by_name)
 
-    def _choosing(self, name: str, take: Take) -> Take:
-        return take if self._selection is None else self._selection.quick(name, take, self.size)
-
     def _close_quick_path(self) -> None:
+        if self._records is not None:
+            self._records.close()
         self._take_by(CLOSED)
 
     def _take_by(self, tables: dict[str, Any]) -> None:

@@ -61,6 +61,17 @@ class Group:
         return f"<Group of {len(self)} calls{': ' + names if names else ''}>"
 
 
+class Starting(Group):
+    """What is open while a group's calls are made. Who calls then is a signal handler or a finalizer: the
+    library would only queue the call, behind its back."""
+
+    def _add(self, call: Deferred) -> None:
+        raise InvalidUsageError(
+            f"{call.name}: this thread is starting a group, so the call comes from a signal handler or a "
+            "finalizer; make it elsewhere"
+        )
+
+
 def nothing() -> None:
     """For calls that need not know."""
 
@@ -89,6 +100,11 @@ def group(*, simulate: bool = False) -> Iterator[Group]:
     if outer is not None and simulate:
         raise InvalidUsageError(
             "group: simulate=True inside another group; simulate the outermost group instead"
+        )
+    if isinstance(outer, Starting):
+        raise InvalidUsageError(
+            "group: this thread is starting a group, so this one is of a signal handler or a finalizer; "
+            "open it elsewhere"
         )
     opened = Group(outer, simulate)
     try:
@@ -131,7 +147,9 @@ def _start_on(library: Library, calls: list[Deferred], opened: Group) -> int:
             call.comm._check_open(call.name)  # before GroupStart: an error here must start nothing
     failed: tuple[Deferred, int] | None = None
     ended = False
+    starting = Starting(None, False)
     try:
+        current.set_group(starting)
         check(library, library.ncclGroupStart(), "group (ncclGroupStart)")
         for call in calls:
             code = call.function()
@@ -152,6 +170,7 @@ def _start_on(library: Library, calls: list[Deferred], opened: Group) -> int:
             # change nothing.
             library.ncclAllReduce(None, None, 0, 0, 0, None, None)
             library.ncclGroupEnd()
+        current.set_group(None)
     if failed is not None:
         call, code = failed
         if call.comm is not None:

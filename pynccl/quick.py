@@ -65,10 +65,6 @@ CLOSED: dict[str, Any] = {
 """By call: what stands for `Records.by_name` where the quick path is closed."""
 
 
-def _as_it_is(name: str, take: Take) -> Take:
-    return take
-
-
 class Records:
     """A communicator's quick calls. ``by_name`` has them by name, and then by what a method has at hand: by
     operation, by root or peer, or by root and then operation, where there are any; each is a `Take`.
@@ -82,7 +78,7 @@ class Records:
         comm: int,
         rank: int,
         size: int,
-        wrap: Callable[[str, Take], Take] = _as_it_is,
+        wrap: Callable[[str, Take], Take],
     ) -> None:
         self._library, self._comm, self._rank, self._size, self._wrap = library, comm, rank, size, wrap
         self._kept: list[Any] = []  # records are passed by address
@@ -94,6 +90,10 @@ class Records:
             self.by_name = {what.name: self._of(what) for what in OPERATIONS.values()}
             for name in ("send", "recv"):
                 self.by_name[name] = _ByRoot(size, partial(self._function, name, None))
+
+    def close(self) -> None:
+        """Let go of all calls."""
+        self.by_name = CLOSED
 
     def _of(self, what: Operation) -> Any:
         if what.rooted:
@@ -145,13 +145,17 @@ def new_result(what: Operation, x: Any, size: int) -> np.ndarray | None:
     if type(x) is not np.ndarray:
         return None
     shape = x.shape
-    if what.x_blocks == what.out_blocks:
+    if what.x_blocks != what.out_blocks:
+        if what.out_blocks:
+            shape = (size * shape[0], *shape[1:]) if shape else (size,)
+        elif not shape or shape[0] % size:
+            return None
+        else:
+            shape = (shape[0] // size, *shape[1:])
+    try:
         return np.empty(shape, x.dtype)
-    if what.out_blocks:
-        return np.empty((size * shape[0], *shape[1:]) if shape else size, x.dtype)
-    if not shape or shape[0] % size:
+    except (MemoryError, ValueError):  # something else may be wrong as well, and is said first
         return None
-    return np.empty((shape[0] // size, *shape[1:]), x.dtype)
 
 
 def function_of_record(library: Library, record: pyncclCall_t) -> Callable[[], int]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import signal
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +18,10 @@ import pynccl
 from pynccl import quick
 from pynccl.abi.enums import Result
 from pynccl.abi.types import pyncclArrayCall_t, pyncclCall_t
+from pynccl.operations import OPERATIONS
 from pynccl.quick import NOT_TAKEN
 from pynccl.testing import run_ranks
+from pynccl.threadstate import current
 
 Comm = Any
 Make = Callable[[Comm], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -421,3 +426,105 @@ def test_an_array_that_is_changed_inside_a_group_is_an_error_at_its_end() -> Non
         assert comm.all_reduce(x) is x  # the group is gone, the communicator is not
         with pynccl.group(), pytest.raises((TypeError, ValueError)):
             comm.all_reduce(x, op="median")
+
+
+@pytest.mark.parametrize("error", [TypeError, KeyError])
+@pytest.mark.parametrize("name", [*OPERATIONS, "send", "recv"])
+def test_what_a_signal_handler_raises_behind_a_call_is_not_taken_for_an_answer(
+    name: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Python runs handlers right behind the library's function: the call has been made, and must not be made twice.
+    def made_and_interrupted(x: Any, out: Any) -> int:
+        raise error("the handler's")
+
+    what = OPERATIONS.get(name)
+    table: Any = made_and_interrupted
+    if what is not None and what.reduces:
+        table = {"sum": table}
+    if what is None or what.rooted:
+        table = {0: table}
+    with pynccl.init(library="host") as comm:
+        for general in ("_run", "_message"):
+            monkeypatch.setattr(comm, general, None)
+        monkeypatch.setattr(comm, f"_quick_{name}", table)
+        with pytest.raises(error, match="the handler's"):
+            getattr(comm, name)(np.ones(2), **({} if what is not None else {"peer": 0}))
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("at", ["ncclGroupStart", "ncclGroupEnd"])
+def test_a_call_of_a_signal_handler_is_never_queued_in_a_group_that_starts(
+    at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pynccl.init(library="host") as comm:
+        original = getattr(comm.library, at)
+        prepared = comm.prepare("all_reduce", np.ones(2))
+        refused: list[str] = []
+
+        def open_a_group() -> None:
+            with pynccl.group():
+                pass
+
+        calls: dict[str, Callable[[], Any]] = {
+            "quick": lambda: comm.all_reduce(np.ones(2)),
+            "general": lambda: comm.all_reduce(np.ones((2, 2)).T),
+            "message": lambda: comm.send(np.ones(2), 0),
+            "barrier": comm.barrier,
+            "prepared": prepared,
+            "group": open_a_group,
+        }
+
+        def interrupted(*arguments: Any) -> int:
+            code = original(*arguments) if at == "ncclGroupStart" else 0
+            for call, make in calls.items():
+                with pytest.raises(pynccl.InvalidUsageError, match="signal handler or a finalizer"):
+                    make()
+                refused.append(call)
+            return code if at == "ncclGroupStart" else original(*arguments)
+
+        x = np.ones(4)
+        monkeypatch.setattr(comm.library, at, interrupted)
+        with pynccl.group():
+            comm.all_reduce(x)
+        monkeypatch.undo()
+        assert refused == list(calls)
+        assert current.group is None
+        assert comm.all_gather(x).tolist() == x.tolist()
+
+
+def waits_in_a_handler(comm: Comm) -> list[float]:
+    other = comm.split(0)
+    x, y = np.ones(4), np.ones(4)
+    if comm.rank == 0:
+        signal.signal(signal.SIGALRM, lambda number, frame: other.all_reduce(y))
+        signal.setitimer(signal.ITIMER_REAL, 0.02)  # well before the other rank comes
+    else:
+        other.all_reduce(y)  # returns when the handler has called
+    comm.all_reduce(x)
+    return [x[0], y[0]]
+
+
+def test_a_signal_handler_may_wait_while_its_thread_waits() -> None:
+    assert run_ranks(2, waits_in_a_handler, processes=True, library="host", timeout=60) == [[2, 2]] * 2
+
+
+def test_a_communicator_is_in_no_cycle_of_references() -> None:
+    comm = pynccl.init(library="host")
+    comm.broadcast(np.ones(3), 0)
+    comm.reduce(np.ones(3), 0)
+    gone = weakref.ref(comm)
+    gc.disable()
+    try:
+        with pytest.warns(ResourceWarning):
+            del comm
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_what_is_wrong_with_an_array_is_said_though_its_result_would_not_fit() -> None:
+    huge = np.lib.stride_tricks.as_strided(np.zeros(1, "f4"), (2**46,), (0,))
+    with pynccl.init(library="host") as comm:
+        for call in (comm.all_gather, comm.reduce_scatter, comm.all_to_all, comm.gather, comm.scatter):
+            with pytest.raises(pynccl.InvalidArgumentError, match="not contiguous"):
+                call(huge)
