@@ -251,7 +251,7 @@ def stop_a_root_that_writes(rank: int, size: int, first: pynccl.UniqueId, second
 
 
 def test_nobody_writes_to_an_array_whose_rank_gave_up() -> None:
-    went = []
+    went: list[int] = []
     while not any(went) and len(went) < 5:  # the root may be done before it is stopped
         another = pynccl.get_unique_id("host")
         went.append(run_ranks(2, stop_a_root_that_writes, another, library="host", comm=False)[1])

@@ -433,7 +433,7 @@ def test_an_array_that_is_changed_inside_a_group_is_an_error_at_its_end() -> Non
 def test_what_a_signal_handler_raises_behind_a_call_is_not_taken_for_an_answer(
     name: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Python runs handlers right behind the library's function: the call has been made, and must not be made twice.
+    # Python runs handlers right behind the library's function: the call has been made already.
     def made_and_interrupted(x: Any, out: Any) -> int:
         raise error("the handler's")
 
