@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +18,7 @@ from bench import peers, smoke
 from bench.ending import Terminated
 from bench.peer import sides
 from bench.peer.cases import OPS, Case, Streams, size_in_words
+from bench.peer.environment import roofline_program
 from bench.peer.measure import LOADS, Outcome, Plan, Times, kinds, measure
 from bench.peer.rows import document, missed, reason, rows, write
 from bench.peer.sides import SIDES, Side, SideError, Spec
@@ -352,6 +355,90 @@ def test_a_peer_that_is_wrong_is_left_out(tmp_path: Path, monkeypatch: pytest.Mo
     outcome = measure(Plan(cases, ("ours", "gloo"), **TINY), tmp_path, lambda line: None)  # type: ignore[arg-type]
     assert "wrong elements by rank: [7]" in outcome.failures["gloo on 1 ranks"]
     assert not any(side == "gloo" for side, _ in outcome.times[0].rounds)
+
+
+@pytest.mark.parametrize(
+    "answer, said",
+    [
+        ("warning: no", "rank 0 answers 'warning: no"),
+        ("[" * 100_000, "rank 0 answers '"),
+        ("[1]", "rank 0 answers '[1]"),
+        ("{}", "wrong elements by rank: [None]"),
+        ('{"wrong": 0}', "which is no time"),
+        ('{"wrong": 0, "seconds": null}', "which is no time"),
+        ('{"wrong": 0, "seconds": NaN}', "which is no time"),
+        ('{"wrong": 0, "seconds": Infinity}', "which is no time"),
+        ('{"wrong": 0, "seconds": 0.0}', "which is no time"),
+        ('{"wrong": 0, "seconds": "1"}', "which is no time"),
+    ],
+)
+def test_a_peer_that_answers_nonsense_is_left_out_with_what_it_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, said: str
+) -> None:
+    monkeypatch.setitem(SIDES, "gloo", stub(answer))
+    cases = (Case.of("all_reduce", 1, 8),)
+    outcome = measure(Plan(cases, ("roofline", "gloo"), **TINY), tmp_path, lambda line: None)  # type: ignore[arg-type]
+    assert said in outcome.failures["gloo on 1 ranks"]
+    assert {side for side, _ in outcome.times[0].rounds} == {"roofline"}
+
+
+def greeting(*hellos: str) -> Spec:
+    """Ranks that say these, and then nothing."""
+    program = (
+        "import os, socket, sys\n"
+        "wire = socket.socket(socket.AF_UNIX); wire.connect(sys.argv[1])\n"
+        "wire.sendall(sys.argv[2].encode()); wire.recv(1); os.kill(os.getpid(), 19)\n"
+    )
+    return Spec(lambda ranks, where, folder: [[sys.executable, "-c", program, where, one] for one in hellos])
+
+
+def processes_with(word: str) -> list[str]:
+    found = []
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if word in command.read_text(errors="replace").split("\0"):
+                found.append(command.parent.name)
+    return found
+
+
+@pytest.mark.parametrize(
+    "hellos, said",
+    [
+        (["hello\n"], "says 'hello\\n' instead of its rank"),
+        (["{}\n"], "says '{}\\n' instead of its rank"),
+        (['{"rank": 0, "pid": 1, "version": "a"}\n'] * 2, "its 2 ranks say that they are [0, 0]"),
+        (['{"rank": 7, "pid": 1, "version": "a"}\n'], "its 1 ranks say that they are [7]"),
+    ],
+)
+def test_a_peer_that_does_not_say_who_it_is_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hellos: list[str], said: str
+) -> None:
+    monkeypatch.setitem(SIDES, "gloo", greeting(*hellos))
+    with pytest.raises(SideError, match=re.escape(said)):
+        Side("gloo", len(hellos), tmp_path, timeout=60.0)
+    assert not processes_with(str(tmp_path / f"gloo.{len(hellos)}.sock"))
+
+
+def test_an_interrupt_while_ranks_are_awaited_ends_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(side: Side, listener: object) -> None:
+        assert processes_with(str(tmp_path / "gloo.1.sock"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(SIDES, "gloo", greeting("{}"))
+    monkeypatch.setattr(Side, "_meet", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Side("gloo", 1, tmp_path, timeout=60.0)
+    assert not processes_with(str(tmp_path / "gloo.1.sock"))
+
+
+def test_a_compiler_with_an_open_quote_is_a_failure_of_the_roofline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "cc '-O")
+    with pytest.raises(OSError, match="CC=.* is no command: No closing quotation"):
+        roofline_program(tmp_path)
 
 
 def test_a_rank_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

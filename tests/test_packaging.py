@@ -159,6 +159,15 @@ def test_no_compiler_is_an_error_with_the_remedy(
         steps()
 
 
+@pytest.mark.parametrize("variable", ["CC", "CFLAGS", "LDFLAGS"])
+def test_a_quote_that_is_not_closed_is_an_error_that_names_the_variable(
+    steps: Steps, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "cc '-O")
+    with pytest.raises(host_build.BuildError, match=f"{variable}=.*No closing quotation"):
+        steps()
+
+
 def test_no_sources_is_an_error_that_says_where_to_build(steps: Steps, project: Path) -> None:
     for path in project.glob("*.c"):
         path.unlink()

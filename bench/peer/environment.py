@@ -37,7 +37,10 @@ def python_of(peer: str) -> str:
 def roofline_program(folder: Path = FOLDER) -> Path:
     """`roofline.c`, compiled for this very machine by $CC. OSError with the compiler's words."""
     folder.mkdir(parents=True, exist_ok=True)
-    cc = (*shlex.split(os.environ.get("CC", "cc")), *FLAGS)
+    try:
+        cc = (*shlex.split(os.environ.get("CC", "cc")), *FLAGS)
+    except ValueError as error:
+        raise OSError(f"CC={os.environ['CC']!r} is no command: {error}") from None
     key = hashlib.sha256(repr(cc).encode() + SOURCE.read_bytes()).hexdigest()[:12]
     program = folder / f"roofline-{key}"
     if not program.exists():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import pynccl
 from bench.peer.cases import Case
@@ -24,8 +25,20 @@ from bench.train.pool import child_environment, process_time
 __all__ = ["PEERS", "SIDES", "Side", "SideError", "Spec"]
 
 
+LONGEST_LINE = 1 << 16  # of a rank that says something sensible
+
+
 class SideError(RuntimeError):
     """Ranks of a side ended, took too long or were wrong; the message has the end of their log."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a rank says first."""
+
+    rank: int
+    pid: int
+    version: str
 
 
 @dataclass(frozen=True)
@@ -91,7 +104,7 @@ class Side:
         self.log = folder / f"{name}.{ranks}.log"
         self._processes: list[subprocess.Popen[bytes]] = []
         self._wires: list[tuple[socket.socket, TextIO]] = []
-        self._hello: list[dict[str, Any]] = []  # what each rank said first
+        self._hello: list[Hello] = []
         spec = SIDES[name]
         environ, _ = child_environment(os.environ)
         environ |= spec.environ
@@ -101,32 +114,37 @@ class Side:
         with socket.socket(socket.AF_UNIX) as listener, self.log.open("wb") as log:
             listener.bind(where)
             listener.listen(ranks)
-            for command in spec.commands(ranks, where, folder):
-                self._processes.append(
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                        env=environ,
-                        start_new_session=True,
+            try:
+                for command in spec.commands(ranks, where, folder):
+                    self._processes.append(
+                        subprocess.Popen(
+                            command,
+                            stdin=subprocess.DEVNULL,
+                            stdout=log,
+                            stderr=log,
+                            env=environ,
+                            start_new_session=True,
+                        )
                     )
-                )
-            self._meet(listener)
-        self.version = str(self._hello[0]["version"])
+                self._meet(listener)
+            except BaseException:  # nobody has this side yet, to close it
+                self._kill()
+                raise
+        self.version = self._hello[0].version
 
     def set_up(self, case: Case, key: str) -> None:
         """Arrays for a case, and one call whose result is checked on every rank. SideError if it is wrong."""
         streams = case.streams
         words = (key, case.op, case.bytes, streams.loads, streams.stores, streams.elements)
         answers = self.ask(f"setup {' '.join(map(str, words))}")
-        wrong = [answer["wrong"] for answer in answers]
-        if any(wrong):
+        wrong = [answer.get("wrong") for answer in answers]
+        if any(one != 0 for one in wrong):
             self._fail(f"{case} ({key}): wrong elements by rank: {wrong}")
 
     def seconds(self, key: str, count: int) -> float:
         """Mean of `count` calls on the slowest rank."""
-        return max(answer["seconds"] for answer in self.ask(f"time {key} {count}"))
+        command = f"time {key} {count}"
+        return max(self._time(rank, command, answer) for rank, answer in enumerate(self.ask(command)))
 
     def ask(self, command: str) -> list[dict[str, Any]]:
         """Every rank's answer to a command, by rank."""
@@ -153,16 +171,19 @@ class Side:
         ticks = 0
         for hello in self._hello:
             with contextlib.suppress(OSError):  # it has ended: whoever asks it next says so
-                ticks += process_time(hello["pid"])
+                ticks += process_time(hello.pid)
         return ticks
 
     def close(self) -> None:
         """End the ranks: politely, and for certain."""
         self._hang_up()
-        for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-        self._kill()
+        deadline = time.monotonic() + 10
+        try:
+            for process in self._processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+        finally:
+            self._kill()
 
     # --- helpers --------------------------------------------------------------------------------------------
 
@@ -176,30 +197,52 @@ class Side:
                 self._fail(f"{len(self._hello)} of {self.ranks} ranks came: {why}")
             with contextlib.suppress(TimeoutError):
                 wire, _ = listener.accept()
+                wire.settimeout(max(0.1, deadline - time.monotonic()))
+                lines = wire.makefile("r", errors="replace")
+                self._wires.append((wire, lines))
+                line = lines.readline(LONGEST_LINE)
                 wire.settimeout(self.timeout)
-                lines = wire.makefile("r")
-                line = lines.readline()
                 if not line:  # it has ended already, as its process will tell
+                    self._wires.pop()
                     lines.close()
                     wire.close()
                     continue
-                self._wires.append((wire, lines))
-                self._hello.append(json.loads(line))
-        order = sorted(range(self.ranks), key=lambda number: self._hello[number]["rank"])
+                self._hello.append(self._greeting(line))
+        ranks = sorted(hello.rank for hello in self._hello)
+        if ranks != list(range(self.ranks)):
+            self._fail(f"its {self.ranks} ranks say that they are {ranks}")
+        order = sorted(range(self.ranks), key=lambda number: self._hello[number].rank)
         self._hello = [self._hello[number] for number in order]
         self._wires = [self._wires[number] for number in order]
 
+    def _greeting(self, line: str) -> Hello:
+        match _object(line):
+            case {"rank": int(rank), "pid": int(pid), "version": str(version)}:
+                return Hello(rank, pid, version)
+        self._fail(f"a rank says {_short(line)} instead of its rank, pid and version")
+
     def _line(self, rank: int, command: str) -> dict[str, Any]:
-        lines = self._wires[rank][1]
         line = ""
-        with contextlib.suppress(ConnectionError):
-            line = lines.readline()
+        try:
+            line = self._wires[rank][1].readline(LONGEST_LINE)
+        except ConnectionError:
+            pass  # as when it has ended
+        except TimeoutError:
+            self._fail(f"rank {rank} has not ended its answer to {command!r} within {self.timeout:.0f} s")
         if not line:
             self._fail(f"rank {rank} has ended in {command!r}")
-        answer: dict[str, Any] = json.loads(line)
+        answer = _object(line)
+        if answer is None:
+            self._fail(f"rank {rank} answers {_short(line)} to {command!r}")
         return answer
 
-    def _fail(self, what: str) -> None:
+    def _time(self, rank: int, command: str, answer: Mapping[str, Any]) -> float:
+        match answer.get("seconds"):
+            case int() | float() as seconds if 0 < seconds < math.inf:
+                return float(seconds)
+        self._fail(f"rank {rank} answers {_short(json.dumps(answer))} to {command!r}, which is no time")
+
+    def _fail(self, what: str) -> NoReturn:
         self._kill()
         log = self.log.read_text(errors="replace")[-3000:].strip()
         raise SideError(f"{self.name}: {what}; the end of its log:\n{log}")
@@ -210,15 +253,27 @@ class Side:
             wire.close()
 
     def _kill(self) -> None:
-        """The processes started here, in sessions of their own, and the ranks that told their numbers."""
+        """The processes started here, in sessions of their own, and all that have the socket's name."""
         self._hang_up()
         for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        for hello in self._hello:
-            command = Path(f"/proc/{hello['pid']}/cmdline")
+        where = os.fsencode(self.log.with_suffix(".sock"))
+        for command in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
-                if self.log.with_suffix(".sock").name in command.read_text(errors="replace"):
-                    os.kill(hello["pid"], signal.SIGKILL)
+                if where in command.read_bytes().split(b"\0"):
+                    os.kill(int(command.parent.name), signal.SIGKILL)
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _short(line: str) -> str:
+    return repr(line if len(line) <= 80 else line[:80] + "...")

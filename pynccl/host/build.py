@@ -148,19 +148,19 @@ def find_toolchain(*, werror: bool = False, sanitize: str | None = None) -> Tool
             *COMPILE_FLAGS,
             *optimize,
             *(["-Werror"] if werror else []),
-            *shlex.split(os.environ.get("CFLAGS", "")),
+            *words("CFLAGS"),
         ),
         link_flags=(
             *LINK_FLAGS,
             *([f"-fsanitize={sanitize}"] if sanitize else []),
-            *shlex.split(os.environ.get("LDFLAGS", "")),
+            *words("LDFLAGS"),
         ),
     )
 
 
 def compiler() -> tuple[str, ...]:
     """The C compiler's command: CC where it is set, else the first of cc, gcc, clang that is on PATH."""
-    named = shlex.split(os.environ.get("CC", ""))
+    named = words("CC")
     for command in [named] if named else [["cc"], ["gcc"], ["clang"]]:
         if shutil.which(command[0]):
             return tuple(command)
@@ -169,6 +169,15 @@ def compiler() -> tuple[str, ...]:
         f"no C compiler was found (looked for {looked_for}), and the host library is written in C; "
         "install one (Debian, Ubuntu: apt-get install gcc libc6-dev; Fedora: dnf install gcc), or set CC"
     )
+
+
+def words(variable: str) -> list[str]:
+    """Of a variable of the environment, as a shell divides them. BuildError if it cannot."""
+    value = os.environ.get(variable, "")
+    try:
+        return shlex.split(value)
+    except ValueError as error:  # a quote that is not closed
+        raise BuildError(f"{variable}={value!r} cannot be divided into words: {error}; mend it") from None
 
 
 def compile_all(
