@@ -17,11 +17,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from bench import machine
-from bench.files import refuse_unwritable
+from bench.files import refuse_unwritable, written
 from bench.options import UsageError
 from bench.overhead.imports import has_cupy, import_times
 from bench.overhead.null import Null, build_null
@@ -45,8 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         refuse_unwritable("--json", None if options.json == "-" else options.json)
         result = measure(build_null(), options.rounds, options.calls, options.imports)
-        if options.json not in (None, "-"):
-            Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
     except UsageError as error:
         print(f"call_overhead: {error}", file=sys.stderr)
         return 2
@@ -55,9 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if options.json == "-":
         print(json.dumps(result, indent=1))
-    else:
-        print(table(result))
-    return 0
+        return 0
+    print(table(result), flush=True)
+    kept = not options.json or written(
+        "call_overhead", "--json", options.json, json.dumps(result, indent=1) + "\n"
+    )
+    return 0 if kept else 1
 
 
 def measure(null: Null, rounds: int, calls: int, imports: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -111,20 +112,28 @@ def parse_size(text: str) -> int:
             f"{text!r} is not a size; write bytes, or a number with K, M or G, as in 8, 64M, 1.5G"
         )
     number, unit = match.groups()
-    return math.floor(float(number) * 1024 ** " kmg".index(unit.lower() or " "))
+    size = Decimal(number) * 1024 ** " kmg".index(unit.lower() or " ")
+    if size >= MOST_BYTES:
+        raise UsageError(f"{text!r} is more than any memory has; write less than 8G times 1G")
+    return math.floor(size)
 
 
-def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
-    """A whole number (decimal, or 0x..) in [low, high]; `high` None has no end."""
+MOST_BYTES = 2**63
+MOST = 2**31 - 1  # of a number without a bound of its own: nccl-tests keeps them in C's int
+MOST_RANKS = 4096  # that one machine starts
+MOST_CALLS = 10**7  # that are timed at once: they are chosen before the clock starts
+
+
+def _integer(low: int, high: int = MOST) -> Callable[[str], int]:
+    """A whole number (decimal, or 0x..) in [low, high]."""
 
     def convert(text: str) -> int:
         try:
             value = int(text, 0)
         except ValueError:
             value = low - 1
-        if value < low or (high is not None and value > high):
-            bounds = f"from {low} to {high}" if high is not None else f"of at least {low}"
-            raise UsageError(f"{text!r} is not a whole number {bounds}")
+        if not low <= value <= high:
+            raise UsageError(f"{text!r} is not a whole number from {low} to {high}")
         return value
 
     return convert
@@ -186,9 +195,10 @@ class Option:
 
 
 _M = 1024**2
+_ranks = _integer(1, MOST_RANKS)
 OPTIONS = (
-    Option("t", "nthreads", "threads", _integer(1), 1, "N", "threads per process, each a rank (1)"),
-    Option("g", "ngpus", "gpus", _integer(1), 1, "N", "processes to start (1); in a launcher: more threads"),
+    Option("t", "nthreads", "threads", _ranks, 1, "N", "threads per process, each a rank (1)"),
+    Option("g", "ngpus", "gpus", _ranks, 1, "N", "processes to start (1); in a launcher: more threads"),
     Option("b", "minbytes", "min_bytes", parse_size, None, "SIZE", "smallest size (32M, at most -e)"),
     Option("e", "maxbytes", "max_bytes", parse_size, None, "SIZE", "largest size (32M, at least -b)"),
     Option("i", "stepbytes", "step_bytes", parse_size, _M, "SIZE", "add this from size to size (1M)"),
@@ -286,6 +296,11 @@ def _check_together(options: Options) -> None:
     if options.step_factor > 1 and options.min_bytes == 0:
         raise UsageError(
             f"-b 0 stays 0 when multiplied by -f {options.step_factor}; start at -b 8, or step with -i"
+        )
+    if options.iterations * options.aggregated > MOST_CALLS:
+        raise UsageError(
+            f"-n {options.iterations} times -m {options.aggregated} are more than {MOST_CALLS} calls in one "
+            "measurement; lower them, and repeat the sweep with -N"
         )
     if options.per_iteration and options.graph_launches:
         raise UsageError("-I 1 and -G exclude each other: a captured graph has no single iterations to time")

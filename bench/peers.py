@@ -12,6 +12,7 @@ docs/performance.md.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import sys
@@ -20,7 +21,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pynccl
 from bench.ending import (
@@ -31,12 +31,13 @@ from bench.ending import (
     in_words,
     terminated_by_signals,
 )
-from bench.files import refuse_unwritable
+from bench.files import refuse_unwritable, write_whole, written
+from bench.numbers import real
 from bench.options import UsageError
 from bench.peer import environment
 from bench.peer.cases import OPS, Case
 from bench.peer.measure import Outcome, Plan, measure
-from bench.peer.rows import counted, document, missed, write
+from bench.peer.rows import as_json, counted, document, missed
 from bench.peer.sides import PEERS, SideError
 from bench.peer.table import text
 
@@ -74,13 +75,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.set_up:
         print("\n".join(outcome.failures.values()), file=sys.stderr)
         return told or (1 if outcome.failures else 0)
-    found = _write(options.json, outcome)
+    found = document(outcome, len(os.sched_getaffinity(0)))
     try:
         print(text(found), flush=True)
     except BrokenPipeError:
         discard_output()
         told = told or BROKEN_PIPE
-    bad = outcome.failures or (options.strict and any(counted(row) and missed(row) for row in found["rows"]))
+    kept = not options.json or written("peers", "--json", options.json, as_json(found))
+    bad = (
+        not kept
+        or outcome.failures
+        or (options.strict and any(counted(row) and missed(row) for row in found["rows"]))
+    )
     return told or (1 if bad else 0)
 
 
@@ -88,14 +94,8 @@ def _say_and_write(path: str | None, outcome: Outcome, line: str) -> None:
     """A line of progress, after which there may be another case."""
     _say(line)
     if path:
-        _write(path, outcome)
-
-
-def _write(path: str | None, outcome: Outcome) -> dict[str, Any]:
-    found = document(outcome, len(os.sched_getaffinity(0)))
-    if path:
-        write(Path(path), found)
-    return found
+        with contextlib.suppress(OSError):  # the last one, after the table, says so
+            write_whole(Path(path), as_json(document(outcome, len(os.sched_getaffinity(0)))))
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
@@ -155,9 +155,14 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--load", type=_list_of(_load), default="0", help="0: quiet; 1: beside a process that burns a core")
     add("--rounds", type=_count, help="a case (default: 7)")
     add("--loaded-rounds", type=_count, help="a case beside the burning process (default: as --rounds)")
-    add("--patience", type=float, default=0.5, help=PATIENCE)
+    add("--patience", type=real(0), default=0.5, help=PATIENCE)
     add("--turn-ms", type=_count, help="of a side in a round, roughly (default: 30)")
-    add("--timeout", type=float, default=90.0, help="seconds that no answer of a rank may take (default: 90)")
+    add(
+        "--timeout",
+        type=real(0, above=True),
+        default=90.0,
+        help="seconds that no answer of a rank may take (default: 90)",
+    )
     add("--quick", action="store_true", help=f"fewer: {QUICK}")
     add("--json", help="the file to write")
     add("--strict", action="store_true", help="a missed target is a failure")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import math
 import os
 import statistics
 import sys
@@ -24,6 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import pynccl
+from bench.ending import INTERRUPTED, Terminated, terminated_by_signals
+from bench.files import refuse_unwritable, written
+from bench.options import UsageError
 from bench.peer.cases import OPS, Case, size_in_words
 from bench.peer.measure import Plan, measure
 from bench.peer.rows import document
@@ -35,6 +39,7 @@ __all__ = ["BASELINE", "compare", "main"]
 BASELINE = Path(__file__).resolve().parent / "baseline.json"
 RANKS, SIZES = (2, 4), (8, 64 << 10, 1 << 20, 16 << 20)
 ROUNDS, BASELINE_ROUNDS = 5, 11
+REMEDY = "write it anew: python -m bench.smoke --write-baseline"
 KEY = ("op", "ranks", "bytes", "buffers")
 NOTABLE = (
     1.5  # slower, or faster, by this: a word for the reader; with ranks sharing cores, 1.3 is usual noise
@@ -47,20 +52,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write-baseline", action="store_true", help="keep what is measured, for later runs")
     parser.add_argument("--baseline", type=Path, default=BASELINE, help="the file (default: %(default)s)")
     options = parser.parse_args(arguments)
+    baseline = str(options.baseline)
     try:
-        known = None if options.write_baseline else _read(options.baseline)
-        found = _found(BASELINE_ROUNDS if options.write_baseline else ROUNDS)
         if options.write_baseline:
-            rows = ",\n".join(json.dumps(row) for row in found["rows"])
-            head = json.dumps(found["machine"])
-            options.baseline.write_text(f'{{"version": 1, "machine": {head},\n"rows": [\n{rows}\n]}}\n')
-    except (SideError, OSError, ValueError, pynccl.NcclError) as error:
+            refuse_unwritable("--baseline", baseline)
+        known = None if options.write_baseline else _read(options.baseline)
+        with terminated_by_signals():
+            found = _found(BASELINE_ROUNDS if options.write_baseline else ROUNDS)
+    except UsageError as error:
+        print(f"smoke: {error}", file=sys.stderr)
+        return 2
+    except (SideError, OSError, pynccl.NcclError) as error:
         print(f"smoke: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 130
-    print(compare(found, known))
-    return 0
+        return INTERRUPTED
+    except Terminated as end:
+        return end.status
+    print(compare(found, known), flush=True)
+    if not options.write_baseline:
+        return 0
+    rows = ",\n".join(json.dumps(row) for row in found["rows"])
+    head = json.dumps(found["machine"])
+    text = f'{{"version": 1, "machine": {head},\n"rows": [\n{rows}\n]}}\n'
+    return 0 if written("smoke", "--baseline", baseline, text) else 1
 
 
 def compare(found: Mapping[str, Any], known: Mapping[str, Any] | None) -> str:
@@ -108,12 +123,43 @@ def _machine(run: Mapping[str, Any]) -> str:
 def _read(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
-    known: dict[str, Any] = json.loads(path.read_text())
-    if known.get("version") != 1:
-        raise ValueError(
-            f"{path} has version {known.get('version')!r}, not 1; write it anew: --write-baseline"
-        )
-    return known
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--baseline {path} cannot be read: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is no JSON ({error}); {REMEDY}") from None
+    version = known.get("version") if isinstance(known, dict) else None
+    if version != 1:
+        raise UsageError(f"{path} has version {version!r}, not 1; {REMEDY}")
+    if what := _missing(known):
+        raise UsageError(f"{path} is no baseline: {what}; {REMEDY}")
+    return dict(known)
+
+
+def _missing(known: Mapping[str, Any]) -> str | None:
+    """What `compare` could not do without, or None."""
+    match known.get("machine"):
+        case {"cpu": str(), "cores": int()}:
+            pass
+        case _:
+            return '"machine" has no "cpu" and "cores"'
+    rows = known.get("rows")
+    if not isinstance(rows, list) or not rows:
+        return '"rows" is no list of rows'
+    for number, row in enumerate(rows, 1):
+        match row:
+            case {"op": str(), "ranks": int(), "bytes": int(), "buffers": str()}:
+                pass
+            case _:
+                return f"row {number} does not say which case it is of"
+        for name, above in (("quotient", True), ("others", False)):
+            match row.get(name):
+                case int() | float() as value if 0 <= value < math.inf and (value or not above):
+                    pass
+                case _:
+                    return f'row {number} has no "{name}"'
+    return None
 
 
 def _found(rounds: int) -> dict[str, Any]:

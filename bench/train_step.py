@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import pynccl
-from bench.files import refuse_unwritable
+from bench.ending import Terminated, terminated_by_signals
+from bench.files import refuse_unwritable, written
+from bench.numbers import real
 from bench.options import UsageError
 from bench.train.environment import peer_python
 from bench.train.outcome import Times, ideal, ratio, verdicts
@@ -56,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         refuse_unwritable("--json", options.json)
         entries = _entries(options, problem)
-        result = _measure(options, problem, entries)
+        with terminated_by_signals():
+            result = _measure(options, problem, entries)
     except UsageError as error:
         print(f"train_step: {error}", file=sys.stderr)
         return 2
@@ -65,9 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    if options.json:
-        Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
-    print(_text(result))
+    except Terminated as end:
+        return end.status
+    print(_text(result), flush=True)
+    if options.json and not written(
+        "train_step", "--json", options.json, json.dumps(result, indent=1) + "\n"
+    ):
+        return 1
     return 1 if options.strict and not all(result["verdicts"].values()) else 0
 
 
@@ -370,16 +377,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=_positive, default=3, help="in a turn (default 3)")
     parser.add_argument("--warmup", type=_positive, default=3, help="steps before the first turn (default 3)")
     parser.add_argument(
-        "--delay-ms", type=float, default=10.0, help="of the overlap test, for each collective; 0: no test"
+        "--delay-ms", type=real(0), default=10.0, help="of the overlap test, for each collective; 0: no test"
     )
     parser.add_argument(
         "--quiet",
-        type=float,
+        type=real(0),
         default=0.0,
         help="seconds for each turn to wait for an idle machine, and to be taken again if others disturb it",
     )
     parser.add_argument("--pin", action="store_true", help="each rank, of every contestant, to a core")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one answer (default 300)")
+    parser.add_argument(
+        "--timeout", type=real(0, above=True), default=300.0, help="seconds for one answer (default 300)"
+    )
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a target is missed")
     parser.add_argument("--json", help="write everything to this file")
     return parser

@@ -5,6 +5,7 @@ Each is a function of a mapping, and raises UsageError, naming the variable, for
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -60,9 +61,12 @@ def least_bandwidth(environment: Mapping[str, str]) -> float | None:
     """NCCL_TESTS_MIN_BW: the average bus bandwidth in GB/s of which nine tenths must be reached, if any."""
     text = environment.get("NCCL_TESTS_MIN_BW")
     try:
-        return float(text) if text else None
+        value = float(text) if text else None
     except ValueError:
-        raise UsageError(f"NCCL_TESTS_MIN_BW: {text!r} is not a bandwidth in GB/s") from None
+        value = math.nan
+    if value is not None and not 0 <= value < math.inf:
+        raise UsageError(f"NCCL_TESTS_MIN_BW: {text!r} is not a bandwidth in GB/s of at least 0")
+    return value
 
 
 def _number(variable: str, text: str, base: int) -> int:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
+from bench import algorithms_perf
+from bench.files import refuse_unwritable, write_whole
 from bench.options import (
     DTYPES,
     OPS,
@@ -137,7 +142,10 @@ def test_one_end_of_the_sizes_alone_moves_the_other():
         ("-b 64M -e 8", "-b 67108864 is above -e 8"),
         ("-b 0 -e 64 -f 2", "-b 0 stays 0"),
         ("-b 8 -e 64 -i 0", "-i 0 never reaches"),
-        ("-t 0", "'0' is not a whole number of at least 1"),
+        ("-t 0", "'0' is not a whole number from 1 to 4096"),
+        ("-n 99999999999999", "is not a whole number from 1 to 2147483647"),
+        ("-n 100000 -m 1000", "-n 100000 times -m 1000 are more than 10000000 calls"),
+        ("-e " + "9" * 400, "is more than any memory has"),
         ("-a 4", "'4' is not a whole number from 0 to 3"),
         ("-o xor", "'xor' is unknown; one of sum, prod"),
         ("-d int16", "'int16' is unknown; one of int8"),
@@ -193,6 +201,34 @@ def test_split_variables_give_groups_of_processes(variables: dict[str, str], gro
 def test_a_split_that_cannot_be_read_is_an_error(text: str):
     with pytest.raises(UsageError, match="NCCL_TESTS_SPLIT"):
         group_of(1, {"NCCL_TESTS_SPLIT": text})
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "fast"])
+def test_a_least_bandwidth_that_is_none_is_an_error(text: str):
+    with pytest.raises(UsageError, match="NCCL_TESTS_MIN_BW"):
+        least_bandwidth({"NCCL_TESTS_MIN_BW": text})
+
+
+@pytest.mark.parametrize("words", ["-g 0", "-g -1", "-f 1", "-f 0", "-w 0", "-n 0", "-c 0", "-n 1e3", "-b 0"])
+def test_the_comparison_of_algorithms_refuses_what_has_no_end_or_no_time(
+    words: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as stop:
+        algorithms_perf.main(words.split())
+    assert stop.value.code == 2 and words.split()[1] in capsys.readouterr().err
+
+
+def test_what_is_no_file_and_what_a_link_leads_to_are_written_in_place(tmp_path: Path):
+    (tmp_path / "link").symlink_to("file")
+    write_whole(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "text"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR)
+    refuse_unwritable("--json", str(pipe))
+    write_whole(pipe, "text")
+    assert pipe.is_fifo() and os.read(reader, 9) == b"text"
+    os.close(reader)
 
 
 def test_the_other_variables_are_read_and_checked():

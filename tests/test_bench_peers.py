@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,11 +17,12 @@ import pytest
 
 from bench import peers, smoke
 from bench.ending import Terminated
+from bench.files import write_whole
 from bench.peer import sides
 from bench.peer.cases import OPS, Case, Streams, size_in_words
 from bench.peer.environment import roofline_program
 from bench.peer.measure import LOADS, Outcome, Plan, Times, kinds, measure
-from bench.peer.rows import document, missed, reason, rows, write
+from bench.peer.rows import as_json, document, missed, reason, rows
 from bench.peer.sides import SIDES, Side, SideError, Spec
 from bench.peer.table import text
 from bench.peer.targets import Miss, ratio_target, roofline_target, why
@@ -302,7 +304,7 @@ def test_a_known_miss_is_found_by_operation_ranks_size_and_buffers(monkeypatch: 
 
 def test_a_written_run_reads_back(tmp_path: Path) -> None:
     found = document(Outcome([made_times()]), cores=2)
-    write(tmp_path / "peers.json", found)
+    write_whole(tmp_path / "peers.json", as_json(found))
     read = json.loads((tmp_path / "peers.json").read_text())
     assert read == json.loads(json.dumps(found))
     assert (read["version"], read["load"], len(read["rows"])) == (1, "quiet", 2)
@@ -422,15 +424,17 @@ def test_a_peer_that_does_not_say_who_it_is_is_ended(
 def test_an_interrupt_while_ranks_are_awaited_ends_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
     def interrupted(side: Side, listener: object) -> None:
-        assert processes_with(str(tmp_path / "gloo.1.sock"))
+        started.extend(side._processes)
         raise KeyboardInterrupt
 
     monkeypatch.setitem(SIDES, "gloo", greeting("{}"))
     monkeypatch.setattr(Side, "_meet", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Side("gloo", 1, tmp_path, timeout=60.0)
-    assert not processes_with(str(tmp_path / "gloo.1.sock"))
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
 def test_a_compiler_with_an_open_quote_is_a_failure_of_the_roofline(
@@ -576,6 +580,8 @@ def test_sizes_that_come_to_the_same_case_are_measured_once() -> None:
         ["--ranks", "0"],
         ["--load", "2"],
         ["--rounds", "-1"],
+        *(["--patience", text] for text in ("nan", "inf", "-9")),
+        *(["--timeout", text] for text in ("nan", "inf", "-1", "0")),
     ],
 )
 def test_misuse_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -611,8 +617,64 @@ def test_smoke_refuses_a_baseline_of_another_version(
 ) -> None:
     path = tmp_path / "baseline.json"
     path.write_text('{"version": 2}')
-    assert smoke.main(["--baseline", str(path)]) == 1
+    assert smoke.main(["--baseline", str(path)]) == 2
     assert "version 2" in capsys.readouterr().err
+
+
+BASELINE: dict[str, Any] = {
+    "version": 1,
+    "machine": {"cpu": "x", "cores": 2},
+    "rows": [
+        {"op": "all_reduce", "ranks": 2, "bytes": 8, "buffers": "plain", "quotient": 1.0, "others": 0.1},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        ("[]", "version None"),
+        (json.dumps({"version": 1}), '"machine"'),
+        (json.dumps(BASELINE | {"rows": None}), '"rows"'),
+        (json.dumps(BASELINE | {"rows": []}), '"rows"'),
+        (json.dumps(BASELINE | {"rows": [*BASELINE["rows"], {}]}), "row 2 does not say"),
+        (json.dumps(BASELINE).replace('"quotient": 1.0', '"quotient": 0'), 'row 1 has no "quotient"'),
+        (json.dumps(BASELINE).replace('"quotient": 1.0', '"quotient": "1"'), 'row 1 has no "quotient"'),
+        (json.dumps(BASELINE).replace('"others": 0.1', '"others": NaN'), 'row 1 has no "others"'),
+    ],
+)
+def test_smoke_refuses_a_broken_baseline_before_it_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    monkeypatch.delattr(smoke, "_found")
+    path = tmp_path / "baseline.json"
+    path.write_text(text)
+    assert smoke.main(["--baseline", str(path)]) == 2
+    printed = capsys.readouterr().err
+    assert said in printed and "--write-baseline" in printed
+
+
+def test_what_cannot_be_written_in_the_end_comes_after_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+
+    def found(rounds: int) -> dict[str, Any]:
+        folder.rmdir()
+        return BASELINE | {"rows": [row | {"ours_us": 1.0, "machine_us": 1.0} for row in BASELINE["rows"]]}
+
+    monkeypatch.setattr(smoke, "_found", found)
+    assert smoke.main(["--write-baseline", "--baseline", str(folder / "x.json")]) == 1
+    printed = capsys.readouterr()
+    assert "all_reduce" in printed.out and "could not be written" in printed.err
+    folder.mkdir()
+    monkeypatch.setattr(peers, "measure", lambda *plan: folder.rmdir())
+    assert peers.main(["--peers", "", "--json", str(folder / "x.json")]) == 1
+    printed = capsys.readouterr()
+    assert "0 rows miss" in printed.out and "--json" in printed.err and "could not be written" in printed.err
 
 
 def test_the_committed_baseline_is_of_what_smoke_measures() -> None:

@@ -240,7 +240,18 @@ def test_a_contestant_that_cannot_start_ends_the_run(capsys: pytest.CaptureFixtu
     assert "ddp: rank 0 has ended" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--peers", "horovod"], ["--layers", "0"], ["--strategies", "zero9"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--peers", "horovod"],
+        ["--layers", "0"],
+        ["--strategies", "zero9"],
+        ["--delay-ms", "-1"],
+        ["--quiet", "inf"],
+        ["--timeout", "nan"],
+        ["--timeout", "-1"],
+    ],
+)
 def test_misuse_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(arguments)

@@ -27,14 +27,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.files import write_whole
 from bench.peer.measure import LOADS, Outcome, Times
 from bench.peer.sides import PEERS, SIDES
 from bench.peer.targets import ratio_target, roofline_target, why
 from bench.train.outcome import quantile
 from bench.train.pool import DISTURBED
 
-__all__ = ["counted", "document", "machine", "missed", "reason", "rows", "write"]
+__all__ = ["as_json", "counted", "document", "machine", "missed", "reason", "rows"]
 
 VERSION = 1
 # A known reason costs some microseconds, or the peers as much as us: it does not make a call half as slow
@@ -58,11 +57,11 @@ def document(outcome: Outcome, cores: int) -> dict[str, Any]:
     }
 
 
-def write(path: Path, found: Mapping[str, Any]) -> None:
-    """As JSON, one row a line, so that two runs can be compared as text."""
+def as_json(found: Mapping[str, Any]) -> str:
+    """The file's text, one row a line, so that two runs can be compared as text."""
     head = json.dumps({key: value for key, value in found.items() if key != "rows"}, indent=1)
     lines = ",\n".join(json.dumps(row) for row in found["rows"])
-    write_whole(path, f'{head.removesuffix("}").rstrip()},\n "rows": [\n{lines}\n ]\n}}\n')
+    return f'{head.removesuffix("}").rstrip()},\n "rows": [\n{lines}\n ]\n}}\n'
 
 
 def rows(times: Times, cores: int) -> list[dict[str, Any]]:
