@@ -230,6 +230,7 @@ struct ncclComm { /* comes from a pool that is never freed: a stale handle is re
   ncclConfig_t config;
   bool blocking, mappable, oversubscribed; /* oversubscribed: more ranks than cores, never spin */
   size_t direct_bytes; /* plain arrays of so many are read from process to process */
+  size_t cache_bytes;  /* of the last level, as all ranks see it */
   size_t ahead_bytes;  /* largest contribution of an operation that runs ahead: the same on all ranks */
   double timeout;
   struct token token;

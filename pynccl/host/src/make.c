@@ -14,6 +14,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "copy.h"
 #include "host.h"
 
 /* ---- unique ids and configurations ------------------------------------------------------------------------------------------------ */
@@ -77,7 +78,7 @@ static void take_config(struct ncclComm *comm, const ncclConfig_t *config) {
 
 struct hello { /* what ranks tell each other in each round */
   int code, pid, mappable, crowded;
-  size_t direct_bytes;
+  size_t direct_bytes, cache_bytes;
 };
 
 static ncclResult_t round_of_hellos(struct ncclComm *comm, const char *round, struct hello mine, struct hello *all, int send_fd, int *recv_fd,
@@ -160,6 +161,7 @@ static ncclResult_t build(struct ncclComm *comm, const char *what, const struct 
   mine.mappable = 1;
   mine.crowded = comm->oversubscribed;
   mine.direct_bytes = direct_threshold();
+  mine.cache_bytes = last_level_bytes();
   for (int rank = 0; rank < comm->nranks; rank++) {
     mine.mappable = mine.mappable && can_map(comm, rank);
     if (!can_reach(comm, rank)) mine.direct_bytes = SIZE_MAX;
@@ -168,11 +170,13 @@ static ncclResult_t build(struct ncclComm *comm, const char *what, const struct 
   if (code != ncclSuccess) return code;
   comm->mappable = true;
   comm->direct_bytes = 0;
+  comm->cache_bytes = SIZE_MAX;
   comm->ahead_bytes = comm->layout.ahead_bytes < AHEAD_BYTES_UNCROWDED ? comm->layout.ahead_bytes : AHEAD_BYTES_UNCROWDED;
   for (int rank = 0; rank < comm->nranks; rank++) {
     comm->mappable = comm->mappable && all[rank].mappable;
     if (all[rank].crowded) comm->ahead_bytes = comm->layout.ahead_bytes; /* each wait costs a turn of the scheduler */
     if (all[rank].direct_bytes > comm->direct_bytes) comm->direct_bytes = all[rank].direct_bytes;
+    if (all[rank].cache_bytes < comm->cache_bytes) comm->cache_bytes = all[rank].cache_bytes;
   }
   return ncclSuccess;
 }
