@@ -107,8 +107,8 @@ class Miss:
 _MOVING = ("all_gather", "broadcast", "alltoall")
 _ALL, _PLAIN, _MAPPED = ("plain", "mapped", "prepared"), ("plain",), ("mapped",)
 _CALL = (
-    "because a prepared call takes 0.12 us in Python and a meeting of two cores 0.15-0.4 in C, of the 0.75-1.2 "
-    "that Open MPI takes for all"
+    "because a prepared call takes 0.12 us in Python and a meeting of two cores 0.15-0.4 in C, of the "
+    "0.75-1.2 that Open MPI takes for all"
 )
 _ROOT = "because Open MPI's root runs ahead as ours does, and its whole call takes 0.4 us"
 _TURNS = "because ranks that share a core take turns: a meeting of 4 on 2 cores takes 2.7 us in C"
@@ -117,8 +117,8 @@ _KERNEL = "because the kernel's copy from process to process is all that MPICH a
 _MEETING = "because the call, a meeting of the ranks and lines from another core's cache take 1-2 us"
 _MEMORY = "because memory is the limit: the roofline alone takes about the wanted part of the peer's time"
 _CACHED = (
-    "because processes that wait for nobody make several calls in a slice of the scheduler, and read from the "
-    "caches (up to 240 GB/s) what ours read from memory"
+    "because processes that wait for nobody make several calls in a slice of the scheduler, and read from "
+    "the caches (up to 240 GB/s) what ours read from memory"
 )
 
 # The first that fits. With one busy core only "no slower than any peer" is asked.
