@@ -194,7 +194,8 @@ class _TextReader:
         self.notes: list[str] = []
         self.errors: list[str] = []
         self.header = _DEFAULT_HEADER
-        self.in_table = self.any = self.ended = False
+        self.in_table = self.any = False
+        self.missing = {"verdict", "average"}  # of the last lines
 
     def read(self, text: str) -> Iterator[Run]:
         for line in text.splitlines():
@@ -203,12 +204,15 @@ class _TextReader:
             if heading and (self.in_table or self.rows):
                 yield self._finish()
                 self._begin()
-            self._line(line)
+            try:
+                self._line(line)
+            except ValueError:
+                self._error(f"a line that is not as nccl-tests writes it: {line[:120]!r}")
         if self.any:
             yield self._finish()
 
     def _finish(self) -> Run:
-        if not self.ended:
+        if self.missing:
             self._error(_UNFINISHED)
         ranks, groups = _ranks_and_groups(self.devices)
         library = self.run.library
@@ -242,8 +246,13 @@ class _TextReader:
                 self.notes.append(line.strip())
         elif match := _VERSION.match(line):
             self._set(library=_library(int(match[2])))
-        elif match := _STARTING.match(line) or _CONCLUDED.match(line):
+        elif match := _STARTING.match(line):
             self._set(program=match[1])
+            self.missing.add("concluded")  # which younger versions print
+        elif match := _CONCLUDED.match(line):
+            if not self.run.program or self.run.program == match[1]:  # else it is cut
+                self._set(program=match[1])
+                self.missing.discard("concluded")
         elif _SETTINGS.match(line):
             self._set(settings=_settings(line))
         elif match := _DEVICE.match(line):
@@ -252,11 +261,13 @@ class _TextReader:
         elif _HEADER.match(line):
             self.header = [_SYNONYMS.get(word, word) for word in line.split()[1:]]
             self.in_table = True
-        elif match := re.match(r"# Out of bounds values\s*: (\d+)", line):
-            self.ended = True
+        elif match := re.match(r"# Out of bounds values\s*: (\d+)( OK| FAILED)?$", line):
+            if match[2]:
+                self.missing.discard("verdict")
             self._set(out_of_bounds=int(match[1]))
         elif match := re.match(r"# Avg bus bandwidth\s*: (\S+)( FAILED)?", line):
             self._set(average_busbw=_float(match[1]))
+            self.missing.discard("average")
             if match[2]:
                 self._error(_TOO_SLOW.format(match[1]))
         elif _FAILED.match(line):
@@ -347,7 +358,7 @@ _STATISTICS = ("min_us", "max_us", "p99_us", "cv_pct", "avg_us", "p50_us", "p95_
 def _from_json(text: str, name: str) -> Run:
     try:
         document = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is the former
         raise ParseError(
             f"{name}: broken JSON ({error}); a run that was killed leaves its file unfinished"
         ) from None
@@ -356,7 +367,7 @@ def _from_json(text: str, name: str) -> Run:
         raise ParseError(f"{name}: no JSON of nccl-tests: its -J files have 'version' and 'nccl_version'")
     try:
         return _json_run(document)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ParseError(f"{name}: a part of it is not as nccl-tests writes it ({error!r})") from error
 
 
@@ -375,18 +386,18 @@ def _json_run(document: Mapping[str, Any]) -> Run:
         errors.append(_TOO_SLOW.format(average["bandwidth"]))
     devices = tuple(
         Device(
-            rank=one["rank"],
-            group=one["group"],
-            pid=one["pid"],
-            host=one["hostname"],
-            device=one["device"],
-            pci=one["device_hex"],
-            name=one["device_info"],
+            rank=_whole(one["rank"]),
+            group=_whole(one["group"]),
+            pid=_whole(one["pid"]),
+            host=_word(one["hostname"]),
+            device=_whole(one["device"]),
+            pci=_word(one["device_hex"]),
+            name=_word(one["device_info"]),
         )
         for one in config.get("devices", ())
     )
     busbw = average.get("bandwidth")
-    ranks, groups = _ranks(devices, config.get("nthreads", 1) * config.get("ngpus", 1))
+    ranks, groups = _ranks(devices, _whole(config.get("nthreads", 1)) * _whole(config.get("ngpus", 1)))
     return Run(
         program=Path(next(iter(document.get("args", ())), "")).name,
         ranks=ranks,
@@ -396,7 +407,7 @@ def _json_run(document: Mapping[str, Any]) -> Run:
         rows=tuple(_json_records(document.get("results") or ())),
         notes=(*notes, *errors),
         average_busbw=None if busbw is None else _float(busbw),
-        out_of_bounds=outcome.get("count"),
+        out_of_bounds=_whole(outcome["count"]) if outcome.get("count") is not None else None,
         settings={key: str(value) for key, value in config.items() if key != "devices"},
         errors=tuple(errors),
         when=str(document.get("start_time", "")),
@@ -410,7 +421,7 @@ def _ranks(devices: Sequence[Device], per_process: int) -> tuple[int, int]:
 
 
 def _json_library(document: Mapping[str, Any]) -> str:
-    nccl = _library(document.get("nccl_version") or 0)
+    nccl = _library(_whole(document.get("nccl_version") or 0))
     ours = document.get("pynccl")
     return f"pynccl host library ({nccl})" if ours and ours.get("library") == "host" else nccl
 
@@ -424,10 +435,10 @@ def _json_records(results: Sequence[Mapping[str, Any]]) -> Iterator[Record]:
             wrong = one["nwrong"]
             stats = row.get(f"{key}_per_iter")
             yield Record(
-                size=row["size"],
-                count=row["count"],
-                type=row["type"],
-                redop=row["redop"] or "none",
+                size=_whole(row["size"]),
+                count=_whole(row["count"]),
+                type=_word(row["type"]),
+                redop=_word(row["redop"] or "none"),
                 root=int(row["root"]),
                 in_place=in_place,
                 time_us=_float(one["cpu_time"] if "cpu_time" in one else one["time"]),
@@ -441,7 +452,7 @@ def _json_records(results: Sequence[Mapping[str, Any]]) -> Iterator[Record]:
 def _json_iterations(stats: Mapping[str, Any]) -> Iterations:
     return Iterations(
         **{name: _float(stats[name]) for name in _STATISTICS},
-        skipped=stats.get("skipped_iterations", 0),
+        skipped=_whole(stats.get("skipped_iterations", 0)),
         times_us=tuple(_float(one) for one in stats["times_us"]),
     )
 
@@ -491,6 +502,18 @@ def _csv_record(row: Mapping[str, str]) -> Record:
         wrong=int(row["wrong"]) if row["wrong"] else None,
         iterations=Iterations(**statistics) if statistics else None,
     )
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**64:
+        raise ValueError(f"{str(value)[:40]!r} where a whole number is")
+    return value
+
+
+def _word(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{str(value)[:40]!r} where a word is")
+    return value
 
 
 def _float(value: float | str) -> float:

@@ -160,6 +160,88 @@ def test_a_line_cut_in_two_is_a_note_and_not_a_number():
     assert len(read(first_half).rows) == 47 and len(read(first_half).notes) == 1
 
 
+def test_no_beginning_of_an_output_passes_for_all_of_it():
+    text = REAL.read_text()
+    assert read(text).good
+    whole = text.index("# Collective test concluded: alltoall_perf") + len(
+        "# Collective test concluded: alltoall_perf"
+    )
+    for end in range(text.index("# Out of bounds"), whole):
+        assert not read(text[:end] + "\n").good, text[:end][-60:]
+
+
+def test_an_older_output_needs_its_verdict_and_its_average():
+    text = "".join(line for line in REAL.read_text().splitlines(True) if "Collective test" not in line)
+    assert read(text).good
+    for end in range(text.index("# Out of bounds"), text.index("# Avg bus bandwidth") + 20):
+        assert not read(text[:end] + "\n").good, text[:end][-60:]
+
+
+@pytest.mark.parametrize("number", ["20N95", "20.95ncluded:"])
+def test_a_damaged_line_is_an_error_that_quotes_it(number: str):
+    run = read(
+        REAL.read_text().replace("# Avg bus bandwidth    : 20.9533", f"# Avg bus bandwidth    : {number}")
+    )
+    assert not run.good and any(number in error for error in run.errors)
+
+
+RIGHT: dict[str, Any] = {
+    "version": 3,
+    "nccl_version": 23203,
+    "start_time": "x",
+    "args": ["all_reduce_perf"],
+    "config": {"nthreads": 1, "ngpus": 2, "devices": []},
+    "results": [
+        {
+            "size": 8,
+            "count": 2,
+            "type": "float",
+            "redop": "sum",
+            "root": "-1",
+            "in_place": {"time": 1.0, "alg_bw": 1.0, "bus_bw": 1.0, "nwrong": 0},
+        }
+    ],
+    "out_of_bounds": {"count": 0, "okay": "true"},
+}
+
+
+def test_the_document_that_is_broken_below_is_right():
+    assert read(json.dumps(RIGHT)).good
+
+
+@pytest.mark.parametrize("value", ["abc", None, 1.5, -1, [], {}, True, 10**400])
+@pytest.mark.parametrize("place", ["size", "count", "nthreads", "nccl_version"])
+def test_what_is_no_whole_number_where_one_must_be_is_refused(place: str, value: Any):
+    if (place, value) == ("nccl_version", None):
+        return  # of a run that did not get so far
+    if place == "nccl_version" and value in ([], {}):
+        return
+    document = json.loads(json.dumps(RIGHT))
+    {"nthreads": document["config"], "nccl_version": document}.get(place, document["results"][0])[place] = (
+        value
+    )
+    with pytest.raises(ParseError):
+        read(json.dumps(document))
+
+
+@pytest.mark.parametrize("value", [5, None, [], {"a": 1}])
+@pytest.mark.parametrize("place", ["type", "root", "in_place", "results", "config", "out_of_bounds", "args"])
+def test_what_is_of_another_kind_is_refused_or_nothing(place: str, value: Any):
+    document = json.loads(json.dumps(RIGHT))
+    (document if place in document else document["results"][0])[place] = value
+    try:
+        run = read(json.dumps(document))
+    except ParseError:
+        return
+    assert all(isinstance(row.type, str) and isinstance(row.size, int) for row in run.rows)
+
+
+@pytest.mark.parametrize("text", ["{" * 3, '{"a":' * 100_000, '{"version": 1' + "0" * 5000 + "}"])
+def test_json_that_cannot_be_read_is_refused(text: str):
+    with pytest.raises(ParseError, match="broken JSON"):
+        read(text)
+
+
 def test_what_went_wrong_is_in_the_notes():
     text = REAL.read_text().partition("# Out of bounds")[0]
     text += (

@@ -40,6 +40,8 @@ TEXT = """\
           64            16     float     sum      -1     8.00    0.75    1.50       0    16.00    0.50    1.25       0
 # Out of bounds values : 0 OK
 # Avg bus bandwidth    : 0.78
+#
+# Collective test concluded: all_reduce_perf
 """
 PEERS: dict[str, Any] = {
     "version": 1,
