@@ -27,6 +27,7 @@ __all__ = ["Trial", "rotation_bytes"]
 
 LEAST_ROTATION = 32 << 20  # bytes: nccl-tests' default -e, and the size of a large last-level cache
 APART = 128  # bytes: pieces share no cache line, nor a pair of lines that a CPU fetches together
+GUARD = 64  # bytes behind a result that a check looks at
 
 
 def rotation_bytes(max_bytes: int, calls: int, hot: bool) -> int:
@@ -197,16 +198,23 @@ class Trial:
     # ---- check
 
     def _check(self) -> int:
-        """Wrong elements on all ranks, in runs of their own: fresh inputs, poisoned receive buffers."""
+        """Wrong elements on all ranks, in runs of their own: fresh inputs, poisoned receive buffers.
+
+        Out of place, what is written over the input or just behind the result is wrong, too.
+        """
         collective, case, rank = self.rank.collective, self.case, self.comm.rank
         sent, received = self._arrays(0)
+        behind = self._behind()
         wrong = 0
         for _ in range(self.options.checks):
             seed = self.rank.next_seed()
             self.device.put(received.view("uint8"), np.uint8(POISON))
-            self.device.put(sent, collective.inputs(case, rank, seed, self.layout))
+            self.device.put(behind.view("uint8"), np.uint8(POISON))
+            given = collective.inputs(case, rank, seed, self.layout)
+            self.device.put(sent, given)
             want = collective.expected(case, rank, seed, self.layout)
             untouched = self.device.get(received[want.size :]).copy()
+            poisoned = self.device.get(behind).copy()
             with self.rank.limited(f"a check at {self.size} bytes"):
                 if self.options.graph_launches:
                     self._captured(self._calls[0]).launch(self.device.stream)
@@ -216,11 +224,21 @@ class Trial:
             got = self.device.get(received)
             mine = check.count_wrong(got[: want.size], want, check.tolerance(case.op, case.dtype))
             mine += check.count_wrong(got[want.size :], untouched)
+            mine += check.count_wrong(self.device.get(behind), poisoned)
+            if not self._in_place:
+                mine += check.count_wrong(self.device.get(sent), given)
             self.rank.bad_checks += mine > 0
             wrong += int(sum(self.rank.gather_numbers(mine)))
             if wrong:
                 break
         return wrong
+
+    def _behind(self) -> Any:
+        """What follows the result, as far as the buffer goes on; nothing in place, where other blocks may."""
+        size = self.dtype.itemsize
+        begin = (self.options.unalign + self.layout.recv) * size
+        room = 0 if self._in_place else min(GUARD, self.rank.recv.size - begin) // size * size
+        return self.rank.recv[begin : begin + room].view(self.dtype)
 
     def _finish(self) -> None:
         self.rank.finish()

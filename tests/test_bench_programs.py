@@ -234,6 +234,26 @@ def test_what_is_written_where_nothing_is_received_is_wrong(
     assert [row.wrong for row in run.rows] == [2, 2]
 
 
+@pytest.mark.parametrize("program", [name for name in COLLECTIVES if name not in ON_ROOT_ONLY])
+def test_what_is_written_over_the_input_or_behind_the_result_is_wrong(
+    program: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+):
+    def overwrite(rank: int, x: Any, out: Any) -> None:
+        if rank == 1 and not np.shares_memory(x, out):
+            x.view("uint8")[:4] ^= 0xFF
+
+    def overrun(rank: int, x: Any, out: Any) -> None:
+        if rank == 1 and not np.shares_memory(x, out):
+            behind = np.lib.stride_tricks.as_strided(out.view("uint8"), (out.nbytes + 8,))
+            behind[out.nbytes :] ^= 0xFF
+
+    for fault, elements in ((overwrite, 1), (overrun, 2)):
+        with monkeypatch.context() as patch:
+            spoil(patch, program, fault)
+            run = sweep(program, "-b 4K -e 4K -t 2 -n 2 -d int32", capsys, status=1)
+            assert run.rows[0].wrong == elements and not run.rows[1].wrong
+
+
 @pytest.mark.parametrize("program", ["all_gather_perf", "alltoall_perf", "gather_perf", "hypercube_perf"])
 def test_blocks_in_the_wrong_order_are_wrong(program: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch):
     def swap(rank: int, x: Any, out: Any) -> None:
