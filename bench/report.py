@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.parse import ParseError, Run, read_all
+from bench.peer.sides import PEERS
 from bench.recognise import PROGRAMS
 from bench.report_page import page, pictures_of
 from bench.report_plots import plots
 from bench.report_tables import failures
+from bench.shapes import Each, fault, number, or_nothing, pair, word
 
 __all__ = ["Inputs", "load", "main"]
 
@@ -36,6 +38,40 @@ CALL = {
     "above_c_us": _NUMBER,
     "target_us": _OR_NOTHING,
     "met": (bool, type(None)),
+}
+_FIGURE = or_nothing(number)
+_VERDICT = or_nothing(lambda value: isinstance(value, bool))
+_ABOUT = {"?machine": {"?versions": Each(or_nothing(word))}}
+PEERS_FILE = {
+    **_ABOUT,
+    "sides": Each(word),
+    "?failures": Each(word),
+    "rows": [
+        {
+            **dict.fromkeys(("ranks", "bytes", "ours_us"), number),
+            **{f"?{side}_us": _FIGURE for side in (*PEERS, "roofline", "meeting", "passing")},
+            **{f"?{name}": _FIGURE for name in ("ratio", "target", "others", "roofline_fraction")},
+            **{f"?{name}": _FIGURE for name in ("roofline_target", "gb_per_second", "rounds")},
+            **{f"?{name}": _VERDICT for name in ("met", "roofline_met")},
+            **{f"?{name}": or_nothing(word) for name in ("fastest", "why")},
+            "?spread": Each(pair),
+        }
+    ],
+}
+OVERHEAD_FILE = {
+    **_ABOUT,
+    "calls": [
+        {
+            **dict.fromkeys(("us", "above_c_us"), number),
+            **{f"?{name}": _FIGURE for name in ("target_us", "p25_us", "p75_us")},
+        }
+    ],
+    "imports": [
+        {
+            **dict.fromkeys(("beyond_numpy_ms", "target_ms"), number),
+            **{f"?{name}": _FIGURE for name in ("numpy_ms", "least_ms", "most_ms")},
+        }
+    ],
 }
 IMPORT = {"name": str, "beyond_numpy_ms": _NUMBER, "target_ms": _NUMBER, "met": bool}
 
@@ -83,10 +119,12 @@ def load(files: Sequence[Path], program: str = "") -> Inputs:
         document = _document(file, text)
         if "rows" in document and "sides" in document:
             _need(file, document["rows"], PEER_ROW)
+            _like(file, document, PEERS_FILE)
             inputs.peers.append((name, document))
         elif document.get("kind") == "call_overhead":
             _need(file, document.get("calls"), CALL)
             _need(file, document.get("imports"), IMPORT)
+            _like(file, document, OVERHEAD_FILE)
             inputs.overheads.append((name, document))
         else:
             inputs.runs += [(name, run) for run in read_all(file, program)]
@@ -101,20 +139,27 @@ def _document(file: Path, text: str) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(text)
     except json.JSONDecodeError as error:
         raise ParseError(f"{file}, line {error.lineno}: not JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or too deep
+        raise ParseError(f"{file}: not JSON that can be read: {error}") from error
     return document
+
+
+def _like(file: Path, document: Any, shape: Any) -> None:
+    if what := fault(document, shape):
+        raise ParseError(f"{file}: not as it is written here: {what}")
 
 
 def _need(file: Path, rows: Any, keys: Mapping[str, Any]) -> None:
     """`rows` are objects with these keys, each of its type."""
     if not isinstance(rows, list):
         raise ParseError(f"{file}: a list of rows was expected, not {type(rows).__name__}")
-    for number, row in enumerate(rows, 1):
+    for at, row in enumerate(rows, 1):
         missing = [key for key in keys if not isinstance(row, dict) or key not in row]
         if missing:
-            raise ParseError(f"{file}: row {number} lacks {', '.join(missing)}")
+            raise ParseError(f"{file}: row {at} lacks {', '.join(missing)}")
         for key, kind in keys.items():
             if not isinstance(row[key], kind):
-                raise ParseError(f"{file}: row {number}: {key} cannot be {row[key]!r}")
+                raise ParseError(f"{file}: row {at}: {key} cannot be {row[key]!r}")
 
 
 def _names(files: Sequence[Path]) -> list[str]:

@@ -490,3 +490,29 @@ def test_without_matplotlib_it_says_what_to_install(
     assert report.main([str(files[0]), "--out", str(tmp_path / "out")]) == 1
     assert "pip install 'pynccl-anywhere[bench]'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("document, place", [(PEERS, "rows"), (OVERHEAD, "calls"), (OVERHEAD, "imports")])
+@pytest.mark.parametrize("value", ["abc", [], {"a": 1}, True, 10**400, float("nan")])
+def test_a_file_with_a_figure_of_another_kind_is_refused_in_one_sentence(
+    document: dict[str, Any], place: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    broken = json.loads(json.dumps(document))
+    row = broken[place][0]
+    for key in [name for name in row if name.endswith(("_us", "_ms")) or name in ("us", "ratio", "spread")]:
+        path = tmp_path / "broken.json"
+        path.write_text(json.dumps(broken | {place: [row | {key: value}]}))
+        if key == "spread" and value == []:
+            continue
+        assert report.main([str(path), "--out", str(tmp_path / "out")]) == 1, key
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and key in said and "broken.json" in said
+
+
+@pytest.mark.parametrize("key, value", [("sides", None), ("sides", []), ("failures", 5), ("machine", "x")])
+def test_a_file_with_a_part_of_another_kind_is_refused(
+    key: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "broken.json").write_text(json.dumps(PEERS | {key: value}))
+    assert report.main([str(tmp_path / "broken.json"), "--out", str(tmp_path / "out")]) == 1
+    assert f"not as it is written here: {key} cannot be" in capsys.readouterr().err
