@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.recognise import named
+from bench.shapes import printable
 
 __all__ = ["Device", "Iterations", "ParseError", "Record", "Run", "read", "read_all"]
 
@@ -357,7 +358,7 @@ _STATISTICS = ("min_us", "max_us", "p99_us", "cv_pct", "avg_us", "p50_us", "p95_
 
 def _from_json(text: str, name: str) -> Run:
     try:
-        document = json.loads(text)
+        document = printable(json.loads(text))
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is the former
         raise ParseError(
             f"{name}: broken JSON ({error}); a run that was killed leaves its file unfinished"
@@ -466,20 +467,22 @@ _CSV_RUN = ("collective", "library", "ranks", "buffers", "hot", "aggregated")  #
 def _from_csv(text: str, name: str) -> Iterator[Run]:
     """Files laid one behind the other are read, too: a second heading is not a row."""
     runs: dict[tuple[str, ...], list[Record]] = {}
-    for number, row in enumerate(csv.DictReader(text.splitlines()), 2):
-        if row["collective"] == "collective":
-            continue
-        try:
+    rows = csv.DictReader(text.splitlines())
+    try:
+        for row in rows:
+            if row["collective"] == "collective":
+                continue
+            int(row["ranks"])
             runs.setdefault(tuple(row[key] for key in _CSV_RUN), []).append(_csv_record(row))
-        except (KeyError, ValueError, TypeError) as error:
-            raise ParseError(f"{name}, line {number}: not a row of our --csv ({error!r})") from None
-    for key, rows in runs.items():
+    except (KeyError, ValueError, TypeError, csv.Error) as error:
+        raise ParseError(f"{name}, line {rows.line_num}: not a row of our --csv ({error!r})") from None
+    for key, records in runs.items():
         about = dict(zip(_CSV_RUN, key, strict=True))
         yield Run(
             program=f"{about.pop('collective')}_perf",
             library={"host": "pynccl host library", "nccl": "NCCL"}.get(about["library"], about["library"]),
             ranks=int(about["ranks"]),
-            rows=tuple(rows),
+            rows=tuple(records),
             notes=("a CSV does not tell whether the run came to its end, nor on what machine it was",),
             settings={key: about[key] for key in ("buffers", "hot", "aggregated")},
         )

@@ -25,7 +25,7 @@ from bench.recognise import PROGRAMS
 from bench.report_page import page, pictures_of
 from bench.report_plots import plots
 from bench.report_tables import failures
-from bench.shapes import Each, fault, number, or_nothing, pair, word
+from bench.shapes import Each, fault, number, or_nothing, pair, printable, word
 
 __all__ = ["Inputs", "load", "main"]
 
@@ -98,7 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if target.exists():  # an earlier report's pictures would lie beside the new ones
             for old in set(pictures_of(target.read_text(errors="replace"))) - {plot.file for plot in drawn}:
                 (options.out / old).unlink(missing_ok=True)
-        target.write_text(page(options.title, inputs.runs, inputs.peers, inputs.overheads, drawn), "utf-8")
+        target.write_text(
+            page(printable(options.title), inputs.runs, inputs.peers, inputs.overheads, drawn), "utf-8"
+        )
     except (ParseError, OSError, ImportError) as error:
         print(f"report: {error}", file=sys.stderr)
         return 1
@@ -136,7 +138,7 @@ def _document(file: Path, text: str) -> dict[str, Any]:
     if not text.lstrip().startswith("{"):
         return {}
     try:
-        document: dict[str, Any] = json.loads(text)
+        document: dict[str, Any] = printable(json.loads(text))
     except json.JSONDecodeError as error:
         raise ParseError(f"{file}, line {error.lineno}: not JSON: {error.msg}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or too deep
@@ -168,7 +170,7 @@ def _names(files: Sequence[Path]) -> list[str]:
     names = [file.name if counts[file.name] == 1 else str(file) for file in files]
     for at, name in enumerate(names):
         seen[name] += 1
-        names[at] = name if seen[name] == 1 else f"{name} ({seen[name]})"
+        names[at] = printable(name if seen[name] == 1 else f"{name} ({seen[name]})")
     return names
 
 

@@ -7,11 +7,12 @@ item; or `Each(shape)`, for each value of an object. This file knows no format.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Each", "fault", "number", "or_nothing", "pair", "word"]
+__all__ = ["Each", "fault", "number", "or_nothing", "pair", "printable", "word"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,20 @@ def fault(value: Any, shape: Any, where: str = "") -> str | None:
 def _said(value: Any, where: str) -> str:
     text = f"{value:.3g}" if isinstance(value, float) else str(value)[:40] if isinstance(value, str) else ""
     return f"{where}cannot be {text!r}" if text else f"{where}cannot be of the kind {type(value).__name__}"
+
+
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
+
+
+def printable(value: Any) -> Any:
+    """The same with what no page and no picture can have, in any word of it, as U+FFFD."""
+    if isinstance(value, str):
+        return _UNPRINTABLE.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [printable(one) for one in value]
+    if isinstance(value, dict):
+        return {printable(key): printable(one) for key, one in value.items()}
+    return value
 
 
 def number(value: Any) -> bool:

@@ -242,6 +242,19 @@ def test_json_that_cannot_be_read_is_refused(text: str):
         read(text)
 
 
+@pytest.mark.parametrize("ranks, type_", [("x", "float"), ("2", "a" * 200_000)])
+def test_a_csv_with_a_broken_row_is_refused_with_its_line(ranks: str, type_: str):
+    heading = "collective,library,ranks,size,count,type,redop,root,placement,buffers,hot,aggregated,time_us"
+    row = f"all_reduce,host,{ranks},8,2,{type_},sum,-1,in_place,plain,0,1,1"
+    with pytest.raises(ParseError, match="line [12]: not a row"):
+        read(f"{heading},alg_bw,bus_bw,wrong\n{row},1,1,0\n")
+
+
+def test_what_no_page_can_have_is_replaced():
+    run = read(json.dumps(RIGHT | {"args": ["a\x1b_perf"], "errors": ["\ud800 has gone"]}))
+    assert run.program == "a\ufffd_perf" and run.errors == ("\ufffd has gone",)
+
+
 def test_what_went_wrong_is_in_the_notes():
     text = REAL.read_text().partition("# Out of bounds")[0]
     text += (
