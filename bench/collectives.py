@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from bench import calls, check
+from bench.factors import all_but_own, one, twice_all_but_own
 from bench.traffic import GENERATED, Traffic
 
 __all__ = ["COLLECTIVES", "Case", "Collective", "Layout"]
@@ -142,18 +143,6 @@ def _most_bytes(case: Case, layout: Layout) -> int:
     return max(layout.send, layout.recv) * case.itemsize
 
 
-def _one(ranks: int) -> float:
-    return 1.0
-
-
-def _all_but_own(ranks: int) -> float:
-    return (ranks - 1) / ranks
-
-
-def _twice_all_but_own(ranks: int) -> float:
-    return 2 * (ranks - 1) / ranks
-
-
 # ---- what must be received: case, rank, seed, layout
 
 
@@ -211,13 +200,13 @@ def _refuse_unless_power_of_two(ranks: int) -> str:
     return "" if ranks & (ranks - 1) == 0 else f"nRanks {ranks} is not a power of 2, skipping"
 
 
-_COUNT_ONCE, _ALL_BUT_OWN = Bandwidth(_count_bytes, _one), Bandwidth(_all_bytes, _all_but_own)
+_COUNT_ONCE, _ALL_BUT_OWN = Bandwidth(_count_bytes, one), Bandwidth(_all_bytes, all_but_own)
 
 COLLECTIVES = {
     row.program: row
     for row in (
         Collective(
-            "all_reduce_perf", calls.all_reduce, _whole, Bandwidth(_count_bytes, _twice_all_but_own),
+            "all_reduce_perf", calls.all_reduce, _whole, Bandwidth(_count_bytes, twice_all_but_own),
             _reduced, reduces=True,
         ),
         Collective("all_gather_perf", calls.all_gather, _gathered, _ALL_BUT_OWN, _of_all),
@@ -233,7 +222,7 @@ COLLECTIVES = {
             "alltoall_perf", calls.all_to_all, _blocks, _ALL_BUT_OWN, _block_of_all, checked_in_place=False
         ),
         Collective(
-            "alltoallv_perf", calls.all_to_all_v, _by_traffic, Bandwidth(_most_bytes, _all_but_own),
+            "alltoallv_perf", calls.all_to_all_v, _by_traffic, Bandwidth(_most_bytes, all_but_own),
             _by_traffic_of_all, checked_in_place=False, varies=True,
         ),
         Collective("gather_perf", calls.gather, _gathered, _ALL_BUT_OWN, _on_root(_of_all), rooted=True),
@@ -242,7 +231,7 @@ COLLECTIVES = {
             "sendrecv_perf", calls.send_and_receive, _whole, _COUNT_ONCE, _of_previous, checked_in_place=False
         ),
         Collective(
-            "hypercube_perf", calls.hypercube, _gathered, Bandwidth(_bytes_of_others, _one), _of_all,
+            "hypercube_perf", calls.hypercube, _gathered, Bandwidth(_bytes_of_others, one), _of_all,
             refuses=_refuse_unless_power_of_two,
         ),
     )

@@ -13,22 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from bench.factors import all_but_own, one, twice_all_but_own
+
 if TYPE_CHECKING:
     from bench.parse import Record, Run
 
 __all__ = ["PROGRAMS", "Signature", "named", "program_named"]
-
-
-def _one(ranks: int) -> float:
-    return 1.0
-
-
-def _all_but_own(ranks: int) -> float:
-    return (ranks - 1) / ranks
-
-
-def _twice_all_but_own(ranks: int) -> float:
-    return 2 * (ranks - 1) / ranks
 
 
 @dataclass(frozen=True)
@@ -40,25 +30,25 @@ class Signature:
     reduces: bool | None = False
     rooted: bool = False
     checked_in_place: bool = True
-    moved: Callable[[int], float] = _one  # algbw * time / size
+    moved: Callable[[int], float] = one  # algbw * time / size
     uneven: bool = False  # the size may be no multiple of the count
     names_itself: bool = False  # it is younger than the line that names the program
 
 
 PROGRAMS = {
-    "all_reduce_perf": Signature(_twice_all_but_own, divided=False, reduces=True),
-    "all_gather_perf": Signature(_all_but_own, divided=True),
-    "reduce_scatter_perf": Signature(_all_but_own, divided=True, reduces=True),
-    "broadcast_perf": Signature(_one, divided=False, rooted=True),
-    "reduce_perf": Signature(_one, divided=False, reduces=True, rooted=True),
-    "alltoall_perf": Signature(_all_but_own, divided=True, checked_in_place=False),
+    "all_reduce_perf": Signature(twice_all_but_own, divided=False, reduces=True),
+    "all_gather_perf": Signature(all_but_own, divided=True),
+    "reduce_scatter_perf": Signature(all_but_own, divided=True, reduces=True),
+    "broadcast_perf": Signature(one, divided=False, rooted=True),
+    "reduce_perf": Signature(one, divided=False, reduces=True, rooted=True),
+    "alltoall_perf": Signature(all_but_own, divided=True, checked_in_place=False),
     "alltoallv_perf": Signature(
-        _all_but_own, divided=True, checked_in_place=False, uneven=True, names_itself=True
+        all_but_own, divided=True, checked_in_place=False, uneven=True, names_itself=True
     ),
-    "gather_perf": Signature(_all_but_own, divided=True, rooted=True),
-    "scatter_perf": Signature(_all_but_own, divided=True, rooted=True),
-    "sendrecv_perf": Signature(_one, divided=False, reduces=None, checked_in_place=False),
-    "hypercube_perf": Signature(_one, divided=True, reduces=None, moved=_all_but_own),
+    "gather_perf": Signature(all_but_own, divided=True, rooted=True),
+    "scatter_perf": Signature(all_but_own, divided=True, rooted=True),
+    "sendrecv_perf": Signature(one, divided=False, reduces=None, checked_in_place=False),
+    "hypercube_perf": Signature(one, divided=True, reduces=None, moved=all_but_own),
 }
 _NAMES = (  # the longer before those that are parts of them
     ("all_?reduce", "all_reduce_perf"),
@@ -179,9 +169,9 @@ class _Facts:
     def _ranks(self, signature: Signature) -> Sequence[int]:
         """The numbers of ranks, not told, that the factor can be of."""
         assert self.factor is not None
-        if signature.factor is _one:
+        if signature.factor is one:
             return range(2, 3)
-        whole = 2 if signature.factor is _twice_all_but_own else 1
+        whole = 2 if signature.factor is twice_all_but_own else 1
         most = min(MOST_RANKS, round(whole / max(whole - self.factor, 1e-6)) + 1)
         return range(max(2, most - 2), most + 1)
 
